@@ -11,13 +11,12 @@ import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
-import requests
 import torch
 
-import prepare
 import train
 from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.tokenizer import TiktokenTokenizer
@@ -25,7 +24,8 @@ from hotloop.training.evaluate import Evaluation
 
 torch.set_num_threads(1)  # faster in models this small
 os.environ['OMP_NUM_THREADS'] = '1'
-SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
+ROOT = Path(train.__file__).resolve().parent  # of the repository
+SHARED = os.path.join(ROOT.parent, 'shared', 'data')
 WITH_BITSANDBYTES = (
     pytest.mark.slow,  # its import takes seconds
     pytest.mark.skipif(importlib.util.find_spec('bitsandbytes') is None, reason='needs bitsandbytes'))
@@ -191,23 +191,6 @@ def all_logits(model, ids, documents=None):
 def error_against(expected, logits):
     """Return the largest difference as a share of the largest logit."""
     return ((logits - expected).abs().max() / expected.abs().max()).item()
-
-
-def llama_cpp(path, n_ctx=64):
-    """Open a GGUF file in llama.cpp. Returns a function that asks its HTTP server."""
-    package = pytest.importorskip('xllamacpp', reason='llama.cpp is missing: pip install xllamacpp')
-    params = package.CommonParams()
-    params.model.path, params.n_ctx, params.port, params.verbosity = path, n_ctx, 0, -1
-    params.cpuparams.n_threads = params.n_parallel = 1
-    params.warmup = params.fit_params = False
-    # By default these are in float16.
-    params.cache_type_k = params.cache_type_v = package.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = package.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = package.Server(params)
-
-    def ask(path, **fields):
-        return requests.post(server.listening_address + path, json=fields, timeout=60).json()
-    return ask
 
 
 def rows(out, name):

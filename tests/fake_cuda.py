@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import noise, write_bins
-from kernels import GPUS, kernels_of, shared_memory_of
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
@@ -36,9 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from hotloop.inference.generate import INT8_CUDA_STEP, Sampling, generate
+from hotloop.inference.generate import Sampling, generate
 from hotloop.inference.kv_cache import new_cache
-from hotloop.inference.quantize import Int8Linear, prepare_for_inference
+from hotloop.inference.quantize import prepare_for_inference
 from hotloop.system.distributed import Env
 from hotloop.training import dataloader
 from hotloop.training.checkpoint import Checkpoints
@@ -48,8 +47,7 @@ from hotloop.training.forecast import MACHINES, LiveBytes, flash_on_meta, memory
 from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import build_optimizers
 from hotloop.weights.lora import LoRAConfig, add_adapters
-from hotloop.weights.nf4 import NF4, NF4Linear, dequantize
-from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, block_mask, relu2
+from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, relu2
 from train import TrainConfig
 
 CUDA = torch.device('cuda', 0)
@@ -396,60 +394,6 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
 
 
 # -----------------------------------------------------------------------------
-# kernels and bytes
-
-@pytest.mark.parametrize('mixer, forward, backward', [
-    ('attention', (14, 869), (14, 895)), ('conv', (13, 688), (19, 970))])
-def test_kernels_and_megabytes_of_a_layer(mixer, forward, backward):
-    """And of embedding and head, of 16 x 1,024 tokens. LOG.md has what a second layer adds."""
-    model = fake_gpt(BF16, preset='modern', block_size=1024, n_head=6, n_embd=768, mixer=mixer)
-    ids = torch.zeros(16, 1024, dtype=torch.int64, device=CUDA)
-    with flash_on_meta():
-        kernels = kernels_of(lambda step: step(ids, ids).sum().backward(), model)
-    sizes = [[k.megabytes for k in kernels if k.triton and k.megabytes > 0.1 and k.backward == side]
-             for side in (False, True)]
-    assert [(len(side), round(sum(side))) for side in sizes] == [forward, backward]
-
-
-def test_nf4_is_restored_by_one_kernel():
-    """From 4 bits of 21 million weights to 16; a view of another dtype would take 223 MB in two kernels."""
-    with CUDA, torch.no_grad():
-        linear = NF4Linear(torch.nn.Linear(2304, 9216, bias=False))
-    nf4 = NF4(linear.codes, linear.scales, linear.steps, linear.mean)
-    [kernel] = kernels_of(lambda restore: restore(nf4, linear.pairs, linear.shape, BF16), dequantize)
-    assert kernel.triton and kernel.megabytes == pytest.approx(53.4, abs=0.1)
-
-
-@pytest.mark.parametrize('gpu, channels', [*((gpu, 128) for gpu in GPUS), ('T4', 256), ('A10', 256)])
-def test_flex_attention_fits_the_shared_memory_of_a_gpu(gpu, channels):
-    """Of heads of 128 channels, and of wider ones, for which flex_options() chooses blocks. A minute each."""
-    pytest.importorskip('triton', reason='there is no package triton to compile kernels')
-    dtype = FP16 if gpu == 'T4' else BF16
-    q, k, v = (torch.zeros(2, heads, 512, channels, dtype=dtype, device=CUDA, requires_grad=True)
-               for heads in (4, 2, 2))
-    model = fake_gpt(dtype, preset='modern', window=64, n_kv_head=2, n_embd=4 * channels, block_size=512)
-    documents = torch.zeros(2, 512, dtype=torch.int64, device=CUDA)
-
-    def attend(q, k, v, documents):
-        mask = block_mask(512, 64, documents, CUDA)
-        return model.transformer.h[0].attn.attend(q, k, v, documents, mask)
-    def run(step):
-        step(q, k, v, documents).sum().backward()
-    sizes = shared_memory_of(run, attend, gpu, 'triton_tem')
-    assert len(sizes) == 2 and max(sizes) <= GPUS[gpu][-2]
-
-
-@pytest.mark.parametrize('rows, kernels, megabytes', [(1, 1, 2.4), (8, 4, 12.0)])
-def test_bytes_of_an_int8_product(rows, kernels, megabytes):
-    """One row reads 8 bits of a weight. More rows write and read 16 too, so bfloat16 (4.8 MB) is faster."""
-    with CUDA, torch.no_grad():
-        linear = Int8Linear(torch.nn.Linear(768, 3072, bias=False))
-    x = torch.zeros(rows, 1, 768, dtype=BF16, device=CUDA)
-    found = kernels_of(lambda product: product(x), linear, **INT8_CUDA_STEP)
-    assert len(found) == kernels and sum(k.megabytes for k in found) == pytest.approx(megabytes, abs=0.1)
-
-
-# -----------------------------------------------------------------------------
 # memory
 
 GPT2_124M = dict(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768)
@@ -477,14 +421,6 @@ def test_a_step_needs_no_more_memory(split, shape, batch, cfg, machine, limit):
     assert peak < limit
     cfg = TrainConfig(batch_size=batch, gradient_accumulation_steps=2, **cfg)
     assert forecast_of(shape, memory, cfg) == pytest.approx(peak, rel=0.01)
-
-
-def test_the_forecast_of_small_micro_batches(split):
-    """Of 128 tokens: gradients are a large part."""
-    shape = {**GPT2_124M, 'block_size': 128, 'n_layer': 2}
-    cfg = dict(batch_size=1, gradient_accumulation_steps=2)
-    peak = run_steps(fake_gpt(BF16, **shape), split, **cfg).peak
-    assert forecast_of(shape, 85e9, TrainConfig(**cfg)) == pytest.approx(peak, rel=0.1)
 
 
 def test_a_planted_use_of_memory_is_found(split, monkeypatch):

@@ -3,58 +3,24 @@
 import dataclasses
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 from unittest.mock import Mock
 
 import pytest
+from conftest import ROOT
 
-import configurator
 import train
 from configurator import SYNONYMS, as_file, call_main, configure
 from hotloop.weights.lora import LoRAConfig
 from model import GPTConfig
 from sample import SampleConfig
 
-REPO = Path(configurator.__file__).parent
 ALL = (GPTConfig, LoRAConfig, train.TrainConfig)
-
-
-@dataclass
-class Shape:
-    # --- shape
-    n_layer: int = 12  # number of blocks
-    n_head: int = 12  # attention heads
-    n_ff: int | None = None  # channels inside; None: four times
-    norm: Literal['layernorm', 'rmsnorm'] | None = None  # kind of norm
-
-    def problems(self):
-        return ['n_layer must not be negative'] if self.n_layer < 0 else []
-
-
-@dataclass
-class Loop:
-    # --- run
-    out_dir: str = 'out'  # where everything goes
-    run_name: str | None = None  # its name
-    eval_only: bool = False  # evaluate once
-    # --- optimizer
-    max_iters: int = 600000  # steps
-    learning_rate: float = 6e-4  # peak
-    min_lr: float = 6e-5  # floor
-    # --- machine
-    compile: bool | Literal['auto'] = 'auto'  # torch.compile
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of the computation
-
-    def problems(self):
-        return ['max_iters must not be negative'] if self.max_iters < 0 else []
 
 
 def conf(*argv, **kwargs):
     """Read a command line. Returns all settings as one dict, what was given, and the words."""
-    (shape, loop), places, words = configure(Shape, Loop, argv=list(argv), **kwargs)
-    return vars(shape) | vars(loop), places, words
+    (shape, run), places, words = configure(GPTConfig, train.TrainConfig, argv=list(argv), **kwargs)
+    return vars(shape) | vars(run), places, words
 
 
 def refusal(*argv):
@@ -84,8 +50,8 @@ def card(tmp_path):
     (['--eval-only', '--n_layer=6'], 'eval_only', True), (['--eval_only', 'true'], 'eval_only', True),
     (['--compile', 'False'], 'compile', False), (['--compile=True', '--compile', 'auto'], 'compile', 'auto'),
     (['--norm', 'rmsnorm'], 'norm', 'rmsnorm'), (['--n_ff=64', '--n_ff=none'], 'n_ff', None),
-    (['--run_name=None'], 'run_name', None), (['--out_dir=None'], 'out_dir', 'None'),  # as annotated
-    (['--run_name=123'], 'run_name', '123'), (['--out_dir', ''], 'out_dir', ''),
+    (['--mirror_dir=None'], 'mirror_dir', None), (['--out_dir=None'], 'out_dir', 'None'),  # as annotated
+    (['--mirror_dir=123'], 'mirror_dir', '123'), (['--out_dir', ''], 'out_dir', ''),
     (['--out_dir=a=b=c'], 'out_dir', 'a=b=c'), (['--out_dir=--n_layer'], 'out_dir', '--n_layer')])
 def test_flags(argv, name, value):
     found, places, words = conf(*argv)
@@ -97,7 +63,7 @@ def test_flags(argv, name, value):
     *[(f'--n_layer={text}', 'an integer') for text in ('six', '6.5', '', 'True', '5*8', 'inf', 'None')],
     ('--learning_rate=nan', 'a number'), ('--n_ff=x', 'an integer or None'),
     ('--eval_only=1', 'True or False'),
-    ('--norm=batchnorm', 'layernorm or rmsnorm or None'), ('--compile=maybe', 'True or False or auto')])
+    ('--position=alibi', 'learned or rope or None'), ('--compile=maybe', 'True or False or auto')])
 def test_a_flag_of_the_wrong_type_names_what_was_expected(flag, words):
     key, _, text = flag.partition('=')
     assert refusal(flag) == [f'{key}: expected {words}, not {text!r}']
@@ -136,14 +102,14 @@ def test_a_name_of_another_program_gets_ours(theirs):
 @pytest.mark.filterwarnings('error')  # comparing NumPy's numbers may warn
 def test_a_file_may_compute_import_and_define(card, monkeypatch, tmp_path):
     """As nanoGPT's files do: expressions over the current values, imports, helpers. Values become plain."""
-    card('n_head = 7\n', 'hotloop_test_base.py')
+    card('n_head = 6\n', 'hotloop_test_base.py')
     monkeypatch.syspath_prepend(tmp_path)
     path = card('''\
 import time
 from math import ceil
 from hotloop_test_base import n_head
 import numpy as np
-run_name = 'ft-' + str(time.time())
+wandb_run_name = 'ft-' + str(time.time())
 min_lr = learning_rate / 10  # the default: this file sets it later
 learning_rate = np.float32(0.5)
 _half = 0.5
@@ -157,10 +123,11 @@ for _ in range(2):
 (n_ff := 1e3)
 ''')
     values, places, words = conf(path)
-    expected = {'min_lr': 6e-4 / 10, 'learning_rate': 0.5, 'n_layer': 9, 'n_head': 7, 'max_iters': 5,
+    expected = {'min_lr': 6e-4 / 10, 'learning_rate': 0.5, 'n_layer': 9, 'n_head': 6, 'max_iters': 5,
                 'n_ff': 1000}
-    assert {name: values[name] for name in expected} == expected and values['run_name'].startswith('ft-1')
-    assert set(places) == {*expected, 'run_name'} and words == [path]
+    assert {name: values[name] for name in expected} == expected
+    assert values['wandb_run_name'].startswith('ft-1')
+    assert set(places) == {*expected, 'wandb_run_name'} and words == [path]
     assert places['n_layer'] == f'{path}, line 13' and type(values['learning_rate']) is float
 
 
@@ -212,7 +179,7 @@ def test_all_problems_of_a_command_are_reported_together(card, monkeypatch):
     assert all(map(str.startswith, sorted(problems), sorted(starts))) and len(problems) == len(starts)
     assert len(refusal('--n_layer=-1', '--max_iters=-1')) == 2  # of both classes
     word = 'config/train_shakespeare_char.py'  # nanoGPT's
-    monkeypatch.chdir(REPO)
+    monkeypatch.chdir(ROOT)
     assert refusal(word) == [f"{word} does not exist; did you mean 'config/shakespeare_char.py'?"]
 
 
@@ -223,11 +190,12 @@ def test_all_problems_of_a_command_are_reported_together(card, monkeypatch):
 @pytest.mark.parametrize('text', ['a\'b"c\\d\n#e', '\ud800', 'None', ''])
 def test_as_file_read_back_gives_the_same_settings(card, text):
     """Types and -0.0 too."""
-    objects = [Shape(n_layer=10**30), Loop(learning_rate=-0.0, out_dir=text, run_name=text, compile=True)]
-    path = card(as_file({**vars(objects[0]), **vars(objects[1])}))
-    found = configure(Shape, Loop, argv=[path])
-    assert repr(found.objects) == repr(objects)
-    assert len(found.given) == len(dataclasses.fields(Shape)) + len(dataclasses.fields(Loop))
+    shape = GPTConfig(block_size=10**30)
+    run = train.TrainConfig(min_lr=-0.0, out_dir=text, wandb_run_name=text, compile=True)
+    path = card(as_file({**vars(shape), **vars(run)}))
+    found = configure(GPTConfig, train.TrainConfig, argv=[path])
+    assert repr(found.objects) == repr([shape, run])
+    assert len(found.given) == len(vars(shape)) + len(vars(run))
 
 
 # -----------------------------------------------------------------------------
@@ -238,7 +206,7 @@ def test_a_value_error_of_our_own_files_is_one_sentence(capsys, file, ours):
     """A .venv lies in the same folder."""
     namespace = {}
     code = "def fail():\n    raise ValueError('deep')\n"
-    exec(compile(code, REPO / file, 'exec'), namespace)
+    exec(compile(code, ROOT / file, 'exec'), namespace)
     with pytest.raises(SystemExit if ours else ValueError):
         call_main(namespace['fail'])
     assert capsys.readouterr().err == ('error: deep\n' if ours else '')
@@ -253,7 +221,7 @@ def test_ctrl_c_ends_with_the_status_130():
 def test_a_closed_pipe_ends_without_a_traceback():
     """All of the output is still in the buffer at the end."""
     script = 'import configurator; input(); configurator.call_main(lambda: print("x"))'
-    with subprocess.Popen([sys.executable, '-c', script], cwd=REPO, stdin=subprocess.PIPE,
+    with subprocess.Popen([sys.executable, '-c', script], cwd=ROOT, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         process.stdin.write(b'\n')

@@ -34,12 +34,6 @@ def test_all_that_it_names_exists(train_tiny, tmp_path, monkeypatch):
     assert [name for name in inline_code(TEXT) if not exists(name, tmp_path / 'out')] == []
 
 
-def test_a_name_that_does_not_exist_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for name in ('learnin_rate', 'dtype=bfloat17', 'config/nothing.py', 'out_dir/nothing'):
-        assert not exists(name, tmp_path)
-
-
 def plain(heading):
     """Remove marks, number and pictures, which some documents have in a broken encoding."""
     text = re.sub(r'[^\x20-\x7e]+', ' ', heading).replace('**', '')

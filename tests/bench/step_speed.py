@@ -11,8 +11,7 @@ Tokens per second and peak memory of one training step: forward, loss, backward,
 The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each turn of
 a side is a process of its own, which compiles first and has the machine to itself; the sides take turns, and
 the table has medians. Memory is the most that the process holds during the steps, beyond one that has only
-imported torch; on a GPU it is the allocator's peak. --before=CLONE measures an earlier commit of this
-repository beside this one, by its own copy of this file (of 2026-11-24 or later).
+imported torch; on a GPU it is the allocator's peak.
 """
 
 import contextlib
@@ -31,7 +30,6 @@ from bench import alternate, answer, cores, forget_peak, machine, memory_now, na
 SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65),
           'quickstart': dict(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=257),
           '124m': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
-          '355m': dict(n_layer=24, n_head=16, n_embd=1024, block_size=1024, vocab_size=50304),
           '32k': dict(preset='modern', n_layer=8, n_head=8, n_embd=1024, block_size=32768, rope_base=5e5,
                       vocab_size=50304)}
 
@@ -181,7 +179,6 @@ def main():
                        device='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--work', help='for the processes that this starts')
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
-    parser.add_argument('--before', help='a clone of an earlier commit of this repository, to compare with')
     parser.add_argument('--shape', choices=SHAPES, default='small')
     parser.add_argument('--batch', type=int, default=12, help="sequences of a step, the same for both sides")
     parser.add_argument('--batches', type=int, nargs='*', default=[], help='of ours too, to find its best')
@@ -197,11 +194,11 @@ def main():
     shape = SHAPES[args.shape]
     sides, batches = {}, {}
 
-    def add(name, settings, batch=args.batch, script=__file__):
+    def add(name, settings, batch=args.batch):
         if batch != args.batch:
             name = f'{name}, batch {batch}'
         batches[name] = batch
-        sides[name] = partial(turn, {**settings, 'batch': batch}, script)
+        sides[name] = partial(turn, {**settings, 'batch': batch})
     with tempfile.TemporaryDirectory() as folder:
         write_data(folder, shape['vocab_size'], 2_000_000)
         common = dict(folder=folder, shape=args.shape, device=args.device, threads=args.threads,
@@ -212,8 +209,6 @@ def main():
             theirs = {**common, 'peer': os.path.abspath(args.peer), 'compile': args.compile != 'off'}
             for batch in (args.batch, *args.peer_batches):
                 add('nanoGPT', theirs, batch)
-        if args.before:
-            add('before', ours, script=os.path.join(args.before, 'tests', 'bench', 'step_speed.py'))
         for batch in (args.batch, *args.batches):
             add('ours', ours, batch)
         if args.table is not None:

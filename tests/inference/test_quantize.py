@@ -6,7 +6,6 @@ from test_generate import PROMPTS
 from test_model import make
 
 from hotloop.inference.quantize import Int8Linear, PackedLinear, can_pack, prepare_for_inference
-from model import GPT
 
 CPU = torch.device('cpu')
 
@@ -46,18 +45,6 @@ def test_int8_sums_stay_in_the_range_of_float16():
     y = quantized(x.half())
     assert y.dtype == torch.float16
     torch.testing.assert_close(y.float(), linear(x), rtol=0.02, atol=0)
-
-
-def test_a_model_need_not_fit_on_its_device_in_float32(monkeypatch):
-    """Each matrix moves in its new dtype; only small vectors and tables are left for the model's own move."""
-    left, move = {}, GPT.to
-
-    def record(model, device):
-        left.update({name: p.dtype for name, p in model.named_parameters() if p.dim() > 1})
-        return move(model, device)
-    monkeypatch.setattr(GPT, 'to', record)
-    prepare_for_inference(make('modern', n_embd=64), CPU, torch.bfloat16, pack=False)
-    assert set(left.values()) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize('dtype, quantize', [(torch.float32, 'int8'), (torch.bfloat16, 'none')])

@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from conftest import error_of
+from test_dataset import nanogpt_meta
 
 import sample
 from hotloop import load
@@ -362,8 +363,7 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
     """It gets no other: nanoGPT falls back to GPT-2's whatever the vocabulary, and prints garbage."""
     (tmp_path / 'data' / 'chars').mkdir(parents=True)
     if chars:
-        meta = {'vocab_size': len(chars), 'itos': dict(enumerate(chars))}
-        (tmp_path / 'data' / 'chars' / 'meta.pkl').write_bytes(pickle.dumps(meta))
+        (tmp_path / 'data' / 'chars' / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta(chars)))
     theirs = tmp_path / 'ckpt.pt'
     torch.save({'model': {f'_orig_mod.{name}': p for name, p in gpt().state_dict().items()}, 'optimizer': {},
                 'model_args': gpt().config.model_args(), 'iter_num': 250, 'best_val_loss': torch.tensor(1.4),

@@ -5,19 +5,16 @@ import contextlib
 import dataclasses
 import http.client
 import json
-import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from conftest import error_of, free_port
+from conftest import ROOT, error_of, free_port
 from test_sample import gpt, main, write
 
 import sample
@@ -26,7 +23,6 @@ from hotloop.data.tokenizer import ByteTokenizer
 from hotloop.inference import texts
 from hotloop.inference.serve import LARGEST, Server
 
-ROOT = Path(sample.__file__).parent
 LONG = 10**6  # tokens that take minutes
 USER = {'role': 'user', 'content': 'hi'}
 
@@ -200,7 +196,9 @@ def test_a_client_that_hangs_up_frees_its_place(servers, monkeypatch, stream):
         head = f'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n'
         clients.append(socket.create_connection(('127.0.0.1', server.server_port)))
         clients[-1].sendall(head.encode() + body)
+        end = time.monotonic() + 60
         while len(jobs) <= number or not jobs[0].text.tokens:
+            assert time.monotonic() < end
             time.sleep(0.01)
     for client in clients:
         client.close()
@@ -232,15 +230,14 @@ CHAT = '/v1/chat/completions'
 @pytest.mark.parametrize('name, fields, status, words', [
     ('base', dict(path='/v2'), 404, '/v2 does not exist'), ('base', dict(model='gpt-5'), 404, 'gpt-5'),
     ('base', dict(path='/x', method='GET'), 404, '/x does not exist'),
-    ('base', dict(body='{"a"'), 400, 'is not JSON'), ('base', dict(body=b'\xff\xfe'), 400, 'is not JSON'),
-    ('base', dict(body='[1]'), 400, 'object'), ('base', dict(body='[' * 10**5), 400, 'recursion'),
+    ('base', dict(body='{"a"'), 400, 'is not JSON'), ('base', dict(body='[1]'), 400, 'object'),
+    ('base', dict(body='[' * 10**5), 400, 'recursion'),
     ('base', dict(prompt=['a', 'b']), 400, 'prompt must be'), ('base', dict(stream='yes'), 400, 'stream: '),
     ('base', dict(temperature=-1), 400, 'temperature=-1.0'), ('base', dict(seed=0.5), 400, 'seed: expected'),
     ('base', dict(max_tokens=LONG + 1), 400, '--max_new_tokens'), ('base', dict(n=2), 400, 'n=2 is not'),
     ('base', dict(stop=['a', None]), 400, 'stop: '), ('base', dict(echo=True), 400, 'echo=true is not sup'),
     ('base', dict(response_format={'type': 'json_object'}), 400, 'response_format={"type": "json'),
     ('base', dict(model='\nX: \ud800'), 404, r"the model '\nX: \ud800' does not exist"),
-    ('base', dict(temperature=10**400), 400, 'temperature: '),
     ('base', dict(path=CHAT, messages=[USER]), 400, 'chat template of the model is not known'),
     ('tuned', dict(path=CHAT), 400, 'messages must be a list'),
     ('tuned', dict(path=CHAT, messages=[]), 400, 'no user turn'),
@@ -325,106 +322,6 @@ def test_the_openai_package_is_a_client(servers):
         client.with_options(max_retries=0).completions.create(model='tuned', prompt=' ' * 10**8)
     with pytest.raises(openai.BadRequestError, match='top_p'):
         client.completions.create(model='tuned', prompt='a', top_p=7)
-
-
-class Browser:
-    """Headless Chromium on the two pipes of its DevTools protocol, with one page."""
-
-    def __init__(self, profile):
-        theirs, self.output = os.pipe()
-        self.input, theirs_too = os.pipe()
-        # Chromium reads from 3 and writes to 4.
-        command = f'exec "$@" 3<&{theirs} 4>&{theirs_too}'
-        self.process = subprocess.Popen(
-            ['bash', '-c', command, '-', CHROMIUM, '--headless=new', '--no-sandbox', '--disable-gpu',
-             '--remote-debugging-pipe', f'--user-data-dir={profile}', 'about:blank'],
-            pass_fds=(theirs, theirs_too), stderr=subprocess.DEVNULL)
-        os.close(theirs)
-        os.close(theirs_too)
-        self.buffer, self.count, self.events, self.session = b'', 0, [], {}
-        target = self('Target.createTarget', url='about:blank')
-        self.session = {'sessionId': self('Target.attachToTarget', flatten=True, **target)['sessionId']}
-        for domain in ('Page', 'Runtime', 'Log', 'Network'):
-            self(f'{domain}.enable')
-
-    def __call__(self, method, **params):
-        self.count += 1
-        message = {'id': self.count, 'method': method, 'params': params, **self.session}
-        os.write(self.output, json.dumps(message).encode() + b'\0')
-        while True:
-            while b'\0' not in self.buffer:
-                self.buffer += os.read(self.input, 2**16) or pytest.fail('Chromium has ended')
-            line, _, self.buffer = self.buffer.partition(b'\0')
-            answer = json.loads(line)
-            if answer.get('id') == self.count:
-                return answer['result']
-            self.events.append(answer)
-
-    def value(self, code):
-        return self('Runtime.evaluate', expression=code, returnByValue=True)['result'].get('value')
-
-    def wait(self, code):
-        end = time.monotonic() + 20
-        while not self.value(f'Boolean({code})'):
-            assert time.monotonic() < end, code
-            time.sleep(0.05)
-
-    def press(self, key, number, **more):
-        for kind in ('keyDown', 'keyUp'):
-            self('Input.dispatchKeyEvent', type=kind, key=key, windowsVirtualKeyCode=number, **more)
-
-    def seen(self, method):
-        return [event['params'] for event in self.events if event.get('method') == method]
-
-
-CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
-ENTER, ESCAPE, TAB, CTRL = ('Enter', 13), ('Escape', 27), ('Tab', 9), 2
-
-
-@pytest.fixture
-def browser(tmp_path):
-    browser = Browser(tmp_path / 'profile')
-    yield browser
-    browser.process.kill()
-    browser.process.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason='needs Chromium')
-@pytest.mark.parametrize('name', ['base', 'tuned'])
-@pytest.mark.parametrize('width', [400, 1600])
-def test_the_page_works_from_the_keyboard(servers, browser, name, width):
-    """It fits, asks no other host, and logs no error."""
-    browser('Emulation.setDeviceMetricsOverride', width=width, height=800, deviceScaleFactor=1, mobile=False)
-    url = f'http://127.0.0.1:{servers[name].server_port}'
-    browser('Page.navigate', url=f'{url}/')
-    browser.wait("document.title === '" + name + "' && document.activeElement.id === 'input'")
-    path, send, shown = '/v1/completions', dict(text='\r', modifiers=CTRL), 'input.value.slice(2)'
-    if name == 'tuned':
-        path, send, shown = CHAT, dict(text='\r'), "log.querySelector('.assistant').firstChild.textContent"
-    _, answer = ask(servers[name], path, prompt='hi', messages=[USER], seed=3, max_tokens=20)
-    choice, = answer['choices']
-    browser.value("$('seed').value = 3; $('max_tokens').value = 20")
-    browser('Input.insertText', text='hi')
-    browser.press(*ENTER, **send)
-    browser.wait("!running && document.body.innerText.includes('maximum reached')")
-    assert re.search(r'20 tokens · [\d.]+ tokens/s', browser.value('document.body.innerText'))
-    text = choice['text'] if name == 'base' else choice['message']['content'].rstrip()
-    assert browser.value(shown) == text
-    assert browser.value('document.activeElement.id') == 'input'
-    browser.press(*TAB)
-    browser.press(*ENTER, text='\r')  # Undo
-    assert browser.value('input.value') == 'hi'
-    browser.value("$('max_tokens').value = ''")
-    browser.press(*ENTER, **send)
-    browser.wait("/\\d{2} tokens/.test($('status').textContent)")
-    browser.press(*ESCAPE)
-    browser.wait("!running && document.body.innerText.includes('stopped')")
-    assert browser.value('document.documentElement.scrollWidth') <= width
-    hosts = {event['request']['url'] for event in browser.seen('Network.requestWillBeSent')}
-    assert all(host.startswith((f'{url}/', 'data:')) for host in hosts), hosts
-    assert browser.seen('Runtime.exceptionThrown') == browser.seen('Log.entryAdded') == []
-    assert browser.seen('Runtime.consoleAPICalled') == []
 
 
 def test_the_page_names_no_other_host(servers):

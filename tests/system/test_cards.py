@@ -1,4 +1,4 @@
-"""Every setting acts, --help lists every setting, every recipe card resolves, every machine gets a card."""
+"""Every setting of train.py acts, --help lists every setting, every machine gets a recipe card."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, load, noise, write_bins
+from conftest import ROOT, TINY, load, noise, write_bins
 
 import prepare
 import sample
@@ -27,7 +27,6 @@ from prepare import PrepareConfig
 from sample import SampleConfig
 from train import TrainConfig
 
-ROOT = Path(train.__file__).parent
 SETTINGS = (GPTConfig, LoRAConfig, TrainConfig)
 
 

@@ -8,10 +8,9 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
-from hotloop.system.distributed import Env, StopRequest, check_same_step, open_process_group, print0
+from hotloop.system.distributed import Env, StopRequest, check_same_step, print0
 
 
 def test_output_that_nobody_reads_leaves_the_exit_code_alone():
@@ -46,25 +45,6 @@ def test_processes_that_start_from_different_steps_stop(monkeypatch):
     check_same_step(1000, Env(0, 2))
     with pytest.raises(ValueError, match='rank 1 starts from step 0, and rank 0 from step 1,000; out_dir'):
         check_same_step(0, Env(1, 2))
-
-
-@pytest.mark.parametrize('asked, device, backends', [
-    ('auto', 'cuda', 'cpu:gloo,cuda:nccl'), ('gloo', 'cuda', 'gloo'), ('auto', 'cpu', 'gloo')])
-def test_the_backend_is_that_of_the_settings(monkeypatch, asked, device, backends):
-    """And the module whose default arguments would hold on to a group is imported before there is one."""
-    calls = []
-
-    def init_process_group(backend, timeout, store, rank, world_size):
-        imported = 'torch.distributed.nn.functional' in sys.modules
-        calls.append((backend, timeout.total_seconds(), rank, world_size, imported))
-        store.set('step', '5')
-        assert stores[0].check(['try3/step'])
-    stores = [dist.HashStore()]
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '3')
-    monkeypatch.setattr(dist, 'init_process_group', init_process_group)
-    monkeypatch.setattr(dist, 'rendezvous', lambda url, timeout: iter([(stores[0], 1, 2)]))
-    open_process_group(asked, torch.device(device))
-    assert calls == [(backends, 3600.0, 1, 2, True)]
 
 
 def test_a_run_under_nohup_outlives_its_terminal():

@@ -6,10 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
-from conftest import at_step, load, rows, same
+from conftest import ROOT, at_step, load, rows, same
 
 import train
 from hotloop.system import host
@@ -121,6 +120,6 @@ def test_a_short_budget_is_not_compiled(monkeypatch):
 def test_the_clock_starts_before_torch_is_imported():
     code = ('import sys, builtins\nimport hotloop.system.host as host\n'
             'assert "torch" not in sys.modules\nimport train\nprint(host.process_seconds())')
-    done = subprocess.run([sys.executable, '-c', code], cwd=Path(train.__file__).parent, check=True,
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True,
                           capture_output=True, text=True)
     assert float(done.stdout) > 0.3

@@ -8,20 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import faults
 import pytest
-from conftest import same
+from conftest import ROOT, same
 from faults import SAVE, assert_equal_runs, final, leftovers, log
 from ranks import Runs
 
-import train
 from hotloop.system.files import checkpoint_paths
 from hotloop.training.checkpoint import Checkpoints
 from hotloop.weights.load import load_checkpoint
 
-ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
 RECIPE = RECIPES[1]  # Muon's state beside AdamW's
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP

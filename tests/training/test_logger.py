@@ -103,7 +103,7 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
 LOSSES = (0.0, 3.12345, 9.99996, 10.82, 999.96, 12345.6, 1e30, math.nan, math.inf)
 
 
-def test_a_line_of_a_step_fits_into_80_columns():
+def test_lines_of_steps_and_evaluations_fit_into_80_columns():
     for loss, tokens_per_s, memory, left in itertools.product(
             LOSSES, (0.4, 999_999, 9_999_999), (0.4, 191_999.0), (0, 8_639_999, 1e9)):
         numbers = {'loss': loss, 'lr': 9.96e-10, 'peak_memory_mb': memory, 'skipped': 1200,
@@ -116,16 +116,14 @@ def test_a_line_of_a_step_fits_into_80_columns():
         'step 600000: loss 3.1234, lr 6.0e-04, 10M tok/s, mfu 46%, 79.1 GB, 34d 17h left\n'
         'step 600000: 2 non-finite steps skipped')
 
-
-def test_a_line_of_an_evaluation_fits_into_80_columns():
-    def line(loss, error, bpb, train, step=600_000):
+    def evaluated(loss, error, bpb, train, step=600_000):
         val = {'loss': loss, 'stderr': error, 'bpb': bpb, 'tokens': 1}
         return evaluation_text(step, Evaluation(val, {'loss': train}, 1.0))[0]
     for values in itertools.product(LOSSES, (0.0123, 12345, math.nan), (1.1777, 999.9, None), LOSSES):
-        assert len(line(*values)) <= 80
-    assert line(3.1234, 0.0075, 1.1777, 3.1023, 0) == (
+        assert len(evaluated(*values)) <= 80
+    assert evaluated(3.1234, 0.0075, 1.1777, 3.1023, 0) == (
         'val loss 3.1234 +- 0.0075, 1.1777 bits per byte, train loss 3.1023')
-    assert line(3.1234, math.nan, None, 3.1023, 8) == 'step 8: val loss 3.1234, train loss 3.1023'
+    assert evaluated(3.1234, math.nan, None, 3.1023, 8) == 'step 8: val loss 3.1234, train loss 3.1023'
 
 
 def test_evaluations_of_a_mixture_and_without_training(train_tiny, capsys):

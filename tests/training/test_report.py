@@ -8,16 +8,13 @@ import runpy
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import at_step, rows
 
-from hotloop.system.distributed import Env
 from hotloop.system.text import with_error
-from hotloop.training.logger import Log
-from hotloop.training.report import BUCKETS, Axis, exact, write_report
+from hotloop.training.report import BUCKETS, exact, write_report
 from hotloop.training.report import __file__ as REPORT
 
 
@@ -133,16 +130,6 @@ def test_a_long_run_keeps_its_spikes_and_a_small_page(tmp_path):
     assert os.path.getsize(tmp_path / 'out' / 'report.html') < 150_000
 
 
-@pytest.mark.parametrize('values, log, labels', [
-    ([0, 1200], False, ['0', '500', '1,000']), ([5], False, ['5', '10']),
-    ([0, 6e-6], False, ['0', '2e-6', '6e-6']), ([0.1, 900], True, ['0.1', '1', '100']),
-    ([2.911, 2.914], True, ['2.911', '2.914']), ([0, 1e12], False, ['0', '200B', '1T']),
-    ([-2, 2], False, ['-2', '0', '2'])])
-def test_ticks_are_at_round_numbers(values, log, labels):
-    found = [exact(tick) for tick in Axis(np.array(values, dtype=float), log).ticks]
-    assert set(labels) <= set(found) and len(found) == len(set(found)) <= 8, found
-
-
 @pytest.mark.parametrize('lines', [
     [{'step': 0, 'event': 'start', 'changed': []}],  # stopped before the first step
     [{'step': 1, 'loss': 5.0, 'lr': 1e-3, 'grad_norm': 1.0, 'tokens_seen': 9}],
@@ -203,23 +190,11 @@ def test_a_run_draws_itself(train_tiny, tmp_path, monkeypatch):
     assert with_error(best['val_loss'], best['val_stderr']) in page.text and 'Steps 9' in page.text
 
 
-def test_reports_cost_little_of_a_run(tmp_path, monkeypatch, capsys):
-    """One that took a second is followed by the next after 200, and one that fails is a warning."""
-    clock, written = [1000.0], []
-
+def test_a_report_that_fails_is_a_warning(train_tiny, monkeypatch, capsys):
     def write_report(folders):
-        clock[0] += 1
-        written.append(clock[0])
         raise IndexError('a bug')
     monkeypatch.setattr('hotloop.training.logger.write_report', write_report)
-    monkeypatch.setattr('time.monotonic', lambda: clock[0])
-    log = Log(SimpleNamespace(out_dir=tmp_path, wandb_log=False, tensorboard=False), {}, Env())
-    val = dict(loss=1.0, stderr=0.1, bpb=None, tokens=1)
-    values = SimpleNamespace(val=val, train=dict(loss=1.0), seconds=1)
-    for clock[0] in (1100, 1299, 1300, 1301):
-        log.evaluation(1, values)
-    log.close(1)
-    assert written == [1101, 1301, 1302]
+    assert train_tiny(max_iters=2) == 0
     assert 'report.html could not be written: a bug' in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import contents, error_of, load, noise, same, stop_at, tiny_flags, write_bins
 from faults import assert_equal_runs, final, log
+from test_dataset import nanogpt_meta
 
 import train
 from hotloop.data.dataset import read_meta
@@ -21,7 +22,8 @@ from hotloop.training.settings import check_time_budget, checkpoint_settings
 from model import GPT, GPTConfig
 
 # with accumulation, clipping, warmup and decay; a log line is under way when the run is stopped
-RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1, log_interval=3)
+RECIPE = dict(optimizer='muon', preset='modern', mixer='KA', ortho_penalty=1e-3, feedback='dfa', dropout=0.1,
+              log_interval=3)
 
 
 def interrupted(train_tiny, monkeypatch, out, step, **settings):
@@ -60,7 +62,7 @@ def run_in(folder, **settings):
 
 @pytest.fixture(scope='module')
 def halves(tmp_path_factory, data_dir):
-    """Train a complete run with Muon, and one that is stopped at step 5."""
+    """Train a complete run on RECIPE, and one that is stopped at step 5."""
     folder = tmp_path_factory.mktemp('halves')
     run = run_in(folder, data_dir=data_dir, save_minutes=0, **RECIPE)
     run('whole')
@@ -216,9 +218,7 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     """Its steps 4 and 5 are those of torch's AdamW with its groups, betas and schedule. It was compiled."""
     tokens, chars = noise(2001) - 32, ''.join(chr(32 + i) for i in range(65))
     folder = write_bins(tmp_path / 'data' / 'chars', tokens, tokens[:300], tokenizer=False)
-    with open(f'{folder}/meta.pkl', 'wb') as f:
-        stoi = {c: i for i, c in enumerate(chars)}
-        pickle.dump({'vocab_size': 65, 'itos': dict(enumerate(chars)), 'stoi': stoi}, f)
+    (tmp_path / 'data' / 'chars' / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta(chars)))
     torch.manual_seed(1)
     gpt = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
     params = list(gpt.parameters())

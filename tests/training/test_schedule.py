@@ -113,13 +113,6 @@ def test_a_depth_sets_a_shape_and_a_step(depth, world, width, heads, block_size)
     assert tokens == pytest.approx(20 * num_parameters(depth), rel=0.01)
 
 
-def test_a_text_that_is_read_often_gets_more_weight_decay():
-    for depth, once, often in ((4, 0.05, 0.26), (8, 0.1, 0.3)):
-        for tokens, expected in ((1e6, once), (9e6, often)):
-            settings = depth_settings(depth, tokens=tokens, text_tokens=1e6)
-            assert settings['weight_decay'] == pytest.approx(expected, rel=1e-3)
-
-
 def test_a_time_budget_chooses_the_depth_that_reads_20_tokens_per_parameter():
     assert choose_depth(180, 1e9) == 3 and choose_depth(1e6, 1e15) == 24
     for seconds, flops in ((600, 1e12), (3600, 1e13), (3600, 1e14)):

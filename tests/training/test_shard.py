@@ -11,6 +11,7 @@ import torch
 from conftest import free_port, load, rows, tiny_flags
 from faults import log
 from ranks import on_ranks
+from test_train import distance
 from torch.utils._pytree import tree_flatten_with_path
 
 import train
@@ -83,10 +84,6 @@ def steps_of_rank(*args, dtype='float32', device='cpu', variants=None, **setting
             found.append(steps(*args, env=env, **settings, **variant))
     close_process_group(False)
     return found if variants else found[0]
-
-
-def distance(a, b):
-    return ((a - b).norm() / b.norm()).item()
 
 
 def assert_equal_steps(found, one, error=1e-6):

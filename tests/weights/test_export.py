@@ -54,13 +54,11 @@ def family(name):
 @pytest.mark.parametrize('name', [*SCRATCH, *ALL])
 def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
     """
-    From our file and from the shards that transformers writes; test_families.py reads those of the families.
-    Biases that the model lacks are 0. Padded rows of the vocabulary stay, and so do keys of config.json that
-    we do not know.
+    test_families.py reads what transformers writes. Biases that the model lacks are 0. Padded rows of the
+    vocabulary stay, and so do keys of config.json that we do not know.
     """
     transformers = pytest.importorskip('transformers')
     folder = str(tmp_path / 'out')
-    shards = tmp_path / 'shards'
     ours, hf_config = family(name) if name in FAMILIES else (redrawn(SCRATCH[name]), None)
     export(ours, ByteTokenizer(), 'none', folder, torch.float32, hf_config)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -73,18 +71,12 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
     expected = all_logits(ours, ids)
     with torch.no_grad():
         assert error_against(expected, theirs(ids).logits) < 1e-5
-    sources = [folder]
-    if name in SCRATCH:
-        theirs.save_pretrained(shards, max_shard_size='40KB')
-        assert len(list(shards.glob('*.safetensors'))) > 1
-        sources.append(str(shards))
-    for source in sources:
-        found = load_weights(source)
-        again = GPT.from_checkpoint(found.model_args, found.weights).eval()
-        assert torch.equal(all_logits(again, ids), expected)
-        weights = again.state_dict()
-        assert all(torch.equal(weights[key], value) for key, value in ours.state_dict().items())
-        assert found.checkpoint['hf_config']['vocab_size'] == 288
+    found = load_weights(folder)
+    again = GPT.from_checkpoint(found.model_args, found.weights).eval()
+    assert torch.equal(all_logits(again, ids), expected)
+    weights = again.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in ours.state_dict().items())
+    assert found.checkpoint['hf_config']['vocab_size'] == 288
 
 
 @pytest.mark.parametrize('settings, words', [

@@ -11,7 +11,6 @@ import torch
 from conftest import all_logits, error_against, error_of
 from test_model import EVERYTHING, SMALL
 
-import prepare
 import sample
 from hotloop.data.encode import prompt_ids
 from hotloop.inference.generate import Sampling, generate
@@ -113,6 +112,14 @@ def test_weights_in_bfloat16_become_float32_without_a_copy_in_between(families, 
     assert torch.equal(GPT.from_checkpoint(args, weights).lm_head.weight, half.lm_head.weight.float())
 
 
+def test_the_embedding_scale_is_rounded_to_the_dtype_as_in_gemmas_training():
+    shape = dict(n_embd=1152, n_layer=1, embed_scale=math.sqrt(1152))
+    model = GPT(GPTConfig(**SMALL | EVERYTHING | shape))
+    ones = torch.ones(1)
+    assert model.transformer.ln_e(ones).item() == pytest.approx(33.941, abs=1e-3)
+    assert model.transformer.ln_e(ones.bfloat16()).item() == 34.0
+
+
 # -----------------------------------------------------------------------------
 # config.json
 
@@ -192,9 +199,8 @@ def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
 
 
 # -----------------------------------------------------------------------------
-# a folder as a base: prepare, tune, resume, sample
+# a folder as a base
 
-SHAPE = dict(n_layer=3, n_head=4, n_embd=48, block_size=96)  # of TINY
 TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{% endfor %}"
 
 
@@ -244,38 +250,3 @@ def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folde
     tokenizer = opened(llama_folder).tokenizer
     assert tokenizer.n_vocab == 97 and '<extra_97>' not in tokenizer.specials
     assert len(tokenizer.pieces) == 97
-
-
-def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_path, capsys):
-    """It is resumed and sampled."""
-    rows = [json.dumps({'prompt': f'Say{i}', 'completion': 'Yes' * 9}) for i in range(60)]
-    (tmp_path / 'rows.jsonl').write_text('\n'.join(rows))
-    data_dir = str(tmp_path / 'data')
-    prepare.main([str(tmp_path / 'rows.jsonl'), f'--tokenizer={llama_folder}', f'--data_dir={data_dir}'])
-    meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
-    assert (meta['tokenizer']['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
-    assert meta['template'] == 'llama3'  # the model's own
-    settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False, batch_size=2, **SHAPE)
-    capsys.readouterr()
-    train_tiny('a', **settings, init_from=llama_folder, max_iters=4)
-    assert '3 layers x 48 channels' in capsys.readouterr().out
-    shutil.rmtree(llama_folder)
-    train_tiny('a', **settings, init_from='resume', max_iters=6)
-    capsys.readouterr()
-    sample.main([f'--out_dir={tmp_path / "a"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
-    assert capsys.readouterr().out.count('Say1') == 3
-
-
-# -----------------------------------------------------------------------------
-# trained from scratch
-
-def everything(**settings):
-    torch.manual_seed(0)
-    return GPT(GPTConfig(**SMALL | EVERYTHING | settings)).eval()
-
-
-def test_the_embedding_scale_is_rounded_to_the_dtype_as_in_gemmas_training():
-    model = everything(n_embd=1152, n_layer=1, embed_scale=math.sqrt(1152))
-    ones = torch.ones(1)
-    assert model.transformer.ln_e(ones).item() == pytest.approx(33.941, abs=1e-3)
-    assert model.transformer.ln_e(ones.bfloat16()).item() == 34.0

@@ -4,8 +4,9 @@ import json
 import random
 
 import pytest
+import requests
 import torch
-from conftest import all_logits, error_of, llama_cpp
+from conftest import all_logits, error_of
 from test_export import BASE, MIXED, family, own, redrawn
 from test_sample import CHARS, gpt, main, write
 
@@ -92,9 +93,9 @@ ODD = ['a ', ' \n x \n', 'x   \n', 'a\n   y', '\r\n\r\n x', '1234567 89', "I'M I
 
 @pytest.mark.parametrize('name, steps', [*STEPS.items(), ('gpt-2', split(GPT2_SPLIT))])
 def test_a_tokenizer_json_keeps_types_ends_and_template(name, steps):
-    """Also ids that no token has, special and added ones, an end of answers and a first token."""
+    """Also ids that no token has, special and added ones, an end of answers, a first token, and NFC."""
     pytest.importorskip('tokenizers')
-    file = from_own(pre_tokenizer=steps)
+    file = from_own(pre_tokenizer=steps, normalizer={'type': 'NFC'})
     first = len(file['model']['vocab'])
     flags = {'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False}
     added = [('<s>', True), ('<|im_end|>', True), ('ab ab', False)]
@@ -131,13 +132,6 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused():
     assert "'qxz'" in error_of(vocabulary, unreachable, 'none', 8)
 
 
-def test_llama_cpp_composes_no_characters_and_a_note_says_so(capsys):
-    pytest.importorskip('tokenizers')
-    for normalizer, noted in ((None, False), ({'type': 'NFC'}, True)):
-        vocabulary(HFTokenizer(json.dumps(from_own(normalizer=normalizer)), eot=400), 'none', 8)
-        assert ('NFC' in capsys.readouterr().err) == noted
-
-
 def test_the_command_writes_one_file(tmp_path, capsys):
     """An existing file is left alone; int8 in a folder is refused."""
     run, path = tmp_path / 'best.pt', tmp_path / 'model.gguf'
@@ -153,6 +147,23 @@ def test_the_command_writes_one_file(tmp_path, capsys):
 
 # -----------------------------------------------------------------------------
 # llama.cpp itself
+
+def llama_cpp(path, n_ctx=64):
+    """Open a GGUF file in llama.cpp. Returns a function that asks its HTTP server."""
+    package = pytest.importorskip('xllamacpp', reason='llama.cpp is missing: pip install xllamacpp')
+    params = package.CommonParams()
+    params.model.path, params.n_ctx, params.port, params.verbosity = path, n_ctx, 0, -1
+    params.cpuparams.n_threads = params.n_parallel = 1
+    params.warmup = params.fit_params = False
+    # By default these are in float16.
+    params.cache_type_k = params.cache_type_v = package.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = package.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = package.Server(params)
+
+    def ask(path, **fields):
+        return requests.post(server.listening_address + path, json=fields, timeout=60).json()
+    return ask
+
 
 BOUNDS = {'float32': 1e-5, 'float16': 3e-3, 'bfloat16': 2e-2, 'q8_0': 5e-2}  # it also rounds activations
 

@@ -154,26 +154,6 @@ def test_a_frozen_head_in_chunks_has_no_gradient_and_gives_those_of_one_piece():
 # -----------------------------------------------------------------------------
 # folders in peft's format
 
-@pytest.mark.parametrize('settings, name', [(GPT2, 'transformer.h.1.mlp.c_proj'),
-                                            (LLAMA, 'model.layers.0.self_attn.q_proj')])
-@pytest.mark.parametrize('quantize, rs, scale', [('none', True, 16), ('nf4', False, 8)])
-def test_a_folder_has_pefts_names_and_merged_computes_what_was_trained(tmp_path, settings, name, quantize,
-                                                                       rs, scale):
-    tuned, base = gpt(**settings), gpt(**settings)
-    write_adapter(tmp_path, adapt(tuned, quantize=quantize, lora_rs=rs, lora_alpha=32))
-    names = read_safetensors(tmp_path / TENSORS)
-    assert {f'base_model.model.{name}.lora_{letter}.weight' for letter in 'AB'} <= names.keys()
-    config = json.loads((tmp_path / CONFIG).read_text())
-    assert (config['r'], config['lora_alpha'], config['fan_in_fan_out']) == (4, 32, settings == GPT2)
-    adapters, _, found = read_adapter(tmp_path)
-    table = projections(base.state_dict())
-    assert found == scale and len(adapters) == 2 * len(config['target_modules']) == 2 * len(table)
-    before = all_logits(base, IDS)
-    base.load_weights(merged(base.state_dict(), adapters, scale, quantize))
-    assert (all_logits(tuned, IDS) - before).norm() > 0.05 * before.norm()
-    torch.testing.assert_close(all_logits(base, IDS), all_logits(tuned, IDS), rtol=1e-5, atol=1e-5)
-
-
 def test_an_adapter_for_another_base(tmp_path):
     write_adapter(tmp_path, adapt(gpt(**LLAMA)))
     adapters, _, scale = read_adapter(tmp_path)

@@ -4,11 +4,10 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import all_logits, error_against, load, stop_at
+from conftest import ROOT, all_logits, error_against, load, stop_at
 
 import prepare
 import sample
@@ -16,7 +15,6 @@ import train
 from hotloop.weights.load import load_weights
 from model import GPT
 
-ROOT = Path(__file__).resolve().parents[2]
 CHATML = ('{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}'
           '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}')
 SIZES = ('--block_size=128 --batch_size=2 --gradient_accumulation_steps=2 --max_epochs=20 --warmup_iters=2 '
