@@ -42,47 +42,18 @@ class Piece(NamedTuple):
 # -----------------------------------------------------------------------------
 # text files
 
-class ZstdFile(io.RawIOBase):
-    """Read a .zst file of one or more frames. The package's own reader accepts a file that is cut off."""
-
-    def __init__(self, file, zstandard):
-        self.file = file
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # of zstd --long=31
-        self.error = zstandard.ZstdError
-        self.frame = self.decompressor.decompressobj()
-        self.ready = memoryview(b'')
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not self.ready:
-            data = self.frame.unused_data or self.file.read(1 << 12)
-            if not data:
-                break
-            if self.frame.eof:
-                self.frame = self.decompressor.decompressobj()
-            try:
-                self.ready = memoryview(self.frame.decompress(data))
-            except self.error as e:
-                raise EOFError(e) from None
-        if not self.ready and not self.frame.eof:
-            raise EOFError('it ends inside a frame')
-        count = min(len(buffer), len(self.ready))
-        buffer[:count] = self.ready[:count]
-        self.ready = self.ready[count:]
-        return count
-
-    def close(self):
-        self.file.close()
-        super().close()
-
-
-def open_zstd(path, mode, encoding, newline):
-    """Open a .zst file as a text."""
-    zstandard = optional('zstandard', 'reads .zst files')
-    file = ZstdFile(open(path, 'rb'), zstandard)  # noqa: SIM115
-    return io.TextIOWrapper(io.BufferedReader(file), encoding, newline=newline)
+@contextlib.contextmanager
+def open_zstd(path, mode, **options):
+    """Open a .zst file, also one of zstd --long=31, as a text."""
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        zstd = optional('backports.zstd', 'reads .zst files', 'backports.zstd')
+    try:
+        with zstd.open(path, mode, options={zstd.DecompressionParameter.window_log_max: 31}, **options) as f:
+            yield f
+    except zstd.ZstdError as e:
+        raise EOFError(e) from None
 
 
 OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': open_zstd}

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from importlib.util import find_spec
 
 from hotloop.system.text import file_size
 
@@ -136,12 +135,18 @@ def json_lines(lines, path, remedy=''):
             yield where, parse_json(line, where, remedy)
 
 
-def optional(module, purpose):
-    """Import a package that requirements.txt does not list. Raises ValueError if it is missing."""
-    package = module.split('.')[0]
-    if find_spec(package) is None:
-        raise ValueError(f'{package} {purpose}: pip install {package}')
-    return importlib.import_module(module)
+def optional(module, purpose, package=None):
+    """
+    Import a module that requirements.txt does not install. package: what does, if it has another name
+    than the first part of the module's. Raises ValueError if it is missing.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if not f'{module}.'.startswith(f'{e.name}.'):  # a package that this one needs
+            raise
+        package = package or module.split('.')[0]
+        raise ValueError(f'{package} is not installed; it {purpose}: pip install {package}') from None
 
 
 class Progress:
