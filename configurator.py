@@ -175,13 +175,15 @@ def strength(place):
     return 2 if place.startswith('--') else 1
 
 
-def configure(*classes, argv=None, files=True, about='', below=None, check=True, pairs=()):
+def configure(*classes, argv=None, files=True, about='', below=None, origin='the checkpoint', check=True,
+              pairs=()):
     """
     Read a command line into one object per dataclass. files: positional words are config files to
     run. about: the text above the settings in --help. below: {name: value} below files and flags,
-    of a depth or a checkpoint. check: call the problems() of the objects, which list what is wrong
-    with them. pairs: two settings for one thing each; the second replaces the first, but becomes
-    None if the first comes from a stronger place. Raises ValueError with a line for each problem.
+    of a depth or a checkpoint; origin names it in errors. check: call the problems() of the objects,
+    which list what is wrong with them. pairs: two settings for one thing each; the second replaces
+    the first, but becomes None if the first comes from a stronger place. Raises ValueError with a
+    line for each problem.
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
@@ -207,7 +209,7 @@ def configure(*classes, argv=None, files=True, about='', below=None, check=True,
             try:
                 values[field.name] = accept(value, field.type)
             except ValueError as e:
-                problems.append(f'{place + ": " if place else ""}{field.name}: {e}')
+                problems.append(f'{place or origin}: {field.name}: {e}')
         objects.append(cls(**values))
     if check and not problems:
         for o in objects:

@@ -41,7 +41,6 @@ from hotloop.inference.serve import serve
 from hotloop.inference.texts import CHOOSE, Prompt, fit_turns, make_prompts, split_stops, write
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.system.files import json_lines
-from hotloop.system.text import counted
 from hotloop.training.dataloader import open_split
 from hotloop.training.evaluate import fixed_windows
 from hotloop.training.memory import out_of_memory
@@ -284,9 +283,8 @@ def main(argv=None):
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        raise ValueError(f'the model and up to {counted(cfg.batch_size, "text")} at once do not fit in the '
-                         f'memory of {opened.device}; lower --batch_size or --max_new_tokens, or use '
-                         '--quantize=int8') from None
+        raise ValueError(f'the model and its texts do not fit in the memory of {opened.device}; lower '
+                         '--num_samples, --batch_size or --max_new_tokens, or use --quantize=int8') from None
     return 0
 
 

@@ -209,12 +209,13 @@ def read_settings(argv=None):
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
     elif names_nothing:
-        print0("card: none, because the command gives a dataset and a shape; the rest is nanoGPT's defaults "
-               '(--depth=N chooses others)')
+        print0('card: none, because the command gives a dataset and settings of the model; the rest is '
+               "nanoGPT's defaults (--depth=N chooses others)")
     found = read(argv=argv, below=below)
     model, lora, cfg = found.objects
     if latest:
-        compare_settings(found.objects, found.given, below, BOUND)
+        bound = BOUND if 'data' in latest.checkpoint else BOUND | {'dataset'}  # nanoGPT's records none
+        compare_settings(found.objects, found.given, below, bound)
         check_time_budget(cfg, below.get('time_budget'), latest.checkpoint)
     check_lora(lora, cfg, found.given, is_new=latest is None)
     world = int(os.environ.get('WORLD_SIZE', '1'))
@@ -651,10 +652,10 @@ def open_folders(run, schedule, checkpoints, latest):
     """Prepare out_dir and mirror_dir on rank 0. Returns their locks."""
     cfg = run.cfg
     locks = [open_folder('out_dir', cfg.out_dir, latest is None)]
-    write_config(cfg.out_dir, run.record['config'], schedule)
     if latest:
-        print0(f'resuming at step {run.state.iter_num:,}')
         checkpoints.promote(latest)
+        print0(f'resuming at step {run.state.iter_num:,}')
+    write_config(cfg.out_dir, run.record['config'], schedule)
     if cfg.mirror_dir:
         is_own = latest is not None and is_same_run(cfg.out_dir, cfg.mirror_dir)
         locks.append(open_folder('mirror_dir', cfg.mirror_dir, not is_own))

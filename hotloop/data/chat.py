@@ -111,6 +111,9 @@ def read_row(row, where, text_field=None):
             suited = 'alpaca'
         turns = [('user', row[question])]
         about = row.get('input') or row.get('context')  # the latter is Dolly's name
+        if about and not isinstance(about, str):
+            raise ValueError(f'{where}: its input or context is not a text; omit it with '
+                             f'--text_field={question},{answer}')
         if about:
             turns.append(('input', about))
         turns.append(('assistant', row[answer]))
@@ -141,8 +144,10 @@ def turn_of(message, where):
     if message.get('tool_calls') or message.get('function_call'):
         raise ValueError(f'{where}: a message calls tools, which the chat templates do not have')
     content = message.get('content') or message.get('value')
-    if isinstance(content, list) and all(isinstance(part, dict) and 'text' in part for part in content):
-        content = ''.join(str(part['text']) for part in content)  # OpenAI's list of parts; an image has no text
+    if isinstance(content, list):  # OpenAI's parts, of which an image has no text
+        texts = [part.get('text') if isinstance(part, dict) else None for part in content]
+        if None not in texts:
+            content = ''.join(map(str, texts))
     return role, content
 
 

@@ -138,11 +138,11 @@ def row_pieces(file, template, text_field, skipped):
         elif len(parts) == 1:
             yield from pieces_of([parts[0][0]], key)
         else:
+            # as given, so that every template holds out the same rows
+            texts = '\0'.join(text for _, text in read_row(row, where, text_field)[1])
             if text_field and 'test_list' not in row:  # sample.py --eval_code knows these names, and MBPP's
                 names = text_field.split(',')
                 row = {'prompt': row[names[0]], 'completion': row[names[1]]}
-            # without the marks of the template, so that every template holds out the same rows
-            texts = '\0'.join(text for text, markup, _ in parts if not markup)
             yield Piece(parts, True, True, key or texts, row)
 
 
@@ -365,7 +365,7 @@ def document_sizes(files, read):
             yield file.name, os.path.getsize(file.path)
             continue
         for piece in read([file]):
-            yield piece.key, sum(len(text.encode()) for text, *_ in piece.parts)
+            yield piece.key, sum(len(text.encode()) for text, markup, _ in piece.parts if not markup)
 
 
 def split_pieces(files, val_files, holdout, read):

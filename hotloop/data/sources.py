@@ -119,10 +119,10 @@ def files_in_folder(folder, format):
     paths = [path for path in found if not suffixes or suffix_of(path) in suffixes]
     if not paths:
         raise ValueError(f'{folder} contains no files to read with format={format!r}; a pattern reads files '
-                         f'of any name: {shell(os.path.join(folder, "**"))}')
-    if len(paths) < len(found):
+                         f'of another name: {shell(os.path.join(folder, "**", "*.SUFFIX"))}')
+    if len(paths) < len(found) and format != 'functions':
         print(f'{folder}: {counted(len(found) - len(paths), "file")} of other suffixes left out; a pattern '
-              f'reads all: {shell(os.path.join(folder, "**"))}', file=sys.stderr)
+              f'reads them: {shell(os.path.join(folder, "**", "*.SUFFIX"))}', file=sys.stderr)
     return paths
 
 
@@ -147,7 +147,7 @@ def download_source(url, data_dir):
 def open_file(path, name, format='auto'):
     """Make the File of a path. Its kind is the format or, if auto, follows its suffix."""
     if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar|arrow|pdf|docx?|epub)$', name.lower()):
-        raise ValueError(f'{name} is not a file of text or rows; unpack or convert it')
+        raise ValueError(f'{name} cannot be read; unpack it, or convert it to text or rows')
     kind = format
     if format == 'auto':
         kind = KINDS.get(suffix_of(name), 'text')

@@ -90,16 +90,17 @@ def tokenizer_at(path, data_dir):
     """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint, or None."""
     if os.path.basename(path) == 'tokenizer.json':
         path = os.path.dirname(path) or '.'
-    if path.endswith(('.json', '.model', '.bpe', '.tiktoken')):
-        raise ValueError(f'{path}: a file with a tokenizer must have the name tokenizer.json')
+    if path.endswith(('.json', '.model', '.bpe', '.tiktoken')) and os.path.isfile(path):
+        raise ValueError(f'{path}: of files with a tokenizer only tokenizer.json is read; transformers makes '
+                         'one: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)')
     names = os.listdir(path) if os.path.isdir(path) else []
     if 'adapter_config.json' in names:
         record = read_optional(path, 'hotloop.json')  # peft writes none
         if record.get('tokenizer'):
-            return TokenizerSource(tokenizer_from(spec_of(record)), path, is_run=True,
-                                   template=chat_of(record))
+            is_run = not is_hub_name(record['base'])  # a model of the hub has a long context
+            return TokenizerSource(tokenizer_from(spec_of(record)), path, is_run, chat_of(record))
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
-        model = path if 'config.json' in names else None
+        model = path if {'config.json', 'adapter_config.json'} & set(names) else None
         return TokenizerSource(read_tokenizer_json(path), model, template=template_of(path))
     if 'train.bin' in names:
         meta = read_meta(path)

@@ -1,11 +1,12 @@
 """Open a model with its tokenizer and chat template, and write texts with it."""
 
 import dataclasses
+import glob
 import os
 
 import torch
 
-from configurator import configure
+from configurator import configure, did_you_mean
 from hotloop.data.chat import prompt_of
 from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.inference.quantize import prepare_for_inference
@@ -37,8 +38,8 @@ class Model:
         if source == 'resume':
             source = cfg.out_dir
             if not os.path.exists(source):  # or it might be looked for on the hub
-                raise ValueError(f'out_dir={source!r} does not exist; train first, or name a model with '
-                                 '--init_from')
+                raise ValueError(f'out_dir={source!r} does not exist{did_you_mean(source, glob.glob("*"))}; '
+                                 'train first, or name a model with --init_from')
         self.weights = load_weights(source)
         self.gpt = GPT.from_checkpoint(self.weights.model_args, self.weights.weights)
         self.weights.weights.clear()  # The model has its own copy.
@@ -78,5 +79,5 @@ class Model:
 
 def checked(cfg):
     """Return settings that Python code gave, as a command reads them. Raises ValueError for wrong ones."""
-    (cfg,), *_ = configure(type(cfg), argv=[], below=dataclasses.asdict(cfg))
+    (cfg,), *_ = configure(type(cfg), argv=[], below=dataclasses.asdict(cfg), origin='the call')
     return cfg

@@ -32,6 +32,7 @@ def make_prompts(rows, tokenizer, template, cfg):
             ids = turn_ids(tokenizer, turns, used)
             prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used)))
         elif suited in (None, 'joined'):
+            text = ''.join(part for part, *_ in parts_before_answer(turns, 'joined'))
             prompts.append(Prompt(given, text, prompt_ids(tokenizer, text), split_stops(cfg.stop)))
         else:
             raise ValueError(f'a chat or an instruction needs a template; {CHOOSE}')
@@ -146,6 +147,11 @@ def write(model, tokenizer, prompts, cfg):
     num_samples = cfg.num_samples
     if num_samples is None:
         num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3
+    size = model.config.block_size
+    longest = max([len(prompt.ids) for prompt in prompts], default=0)
+    if longest > size:
+        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
+              file=sys.stderr)
     seeds = range(cfg.seed, cfg.seed + num_samples)
     texts = [Text(prompt, seed, tokenizer) for prompt in prompts for seed in seeds]
     for first in range(0, len(texts), cfg.batch_size):
@@ -166,11 +172,6 @@ def write(model, tokenizer, prompts, cfg):
 
 def write_batch(model, texts, sampling, compiled):
     """Continue Texts in one batch until all are finished. Yields before and after each step."""
-    size = model.config.block_size
-    longest = max(len(text.prompt.ids) for text in texts)
-    if longest > size:
-        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
-              file=sys.stderr)
     stopped = set()
     yield
     for step in generate(model, [text.prompt.ids for text in texts], sampling,

@@ -221,12 +221,12 @@ class Checkpoints:
     def close(self):
         """Wait for the save under way, and copy the last lines of the log to the mirror."""
         self.wait()
-        self.copy(MIRRORED[:3])
+        self.copy()
 
-    def copy(self, names=MIRRORED):
-        """Copy files of the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""
+    def copy(self):
+        """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""
         try:
-            for name in names:
+            for name in MIRRORED:
                 source = os.path.join(self.folder, name)
                 if self.mirror and os.path.exists(source):
                     target = os.path.join(self.mirror, name)

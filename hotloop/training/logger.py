@@ -1,5 +1,6 @@
 """What a run prints and records: summary, log lines, log.jsonl, report.html, TensorBoard, wandb."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -190,7 +191,7 @@ class Log:
             import wandb
             self.wandb = wandb
             wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings,
-                       dir=cfg.out_dir)  # a folder wandb/ beside train.py would be importable
+                       dir=os.environ.get('WANDB_DIR', cfg.out_dir))  # ./wandb could be imported
 
     def append(self, row):
         """Append a line to log.jsonl."""
@@ -291,7 +292,8 @@ class Log:
             self.append({'step': step, 'event': f'stopped: {first_line(error)}'})
         self.report()
         if self.tensorboard:
-            self.tensorboard.close()
+            with contextlib.suppress(OSError):  # a full disk
+                self.tensorboard.close()
 
 
 def now():

@@ -248,8 +248,8 @@ def shape_of(source):
     if is_hub_name(source):
         path = cached_config(source)
         if path is None:
-            raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; name a folder '
-                             'with its config.json')
+            raise ValueError(f'{source!r} has no config.json on this disk, and a dry run downloads nothing; '
+                             'name a folder with one')
     elif not os.path.exists(path):
         return open_checkpoint(source)[1]['model_args']
     return model_args_from(read_json(path), path)

@@ -93,6 +93,8 @@ def test_a_row_without_text_or_answer_has_no_document(row):
     ({'messages': [{'role': ['user'], 'content': 'hi'}]}, r"a message has the role \['user'\]"),
     ({'messages': [{'role': 'assistant', 'content': None, 'tool_calls': [{}]}]}, 'a message calls tools'),
     ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a string, not \["a"\]'),
+    ({'messages': [{'role': 'user', 'content': [{'type': 'image', 'text': None}]}]}, 'must be a string'),
+    ({'question': 'a', 'answer': 'b', 'context': {'title': 'c'}}, '--text_field=question,answer'),
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):
     with pytest.raises(ValueError, match=f'^a.jsonl, line 1.*{words}'):

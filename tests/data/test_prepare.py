@@ -267,9 +267,10 @@ def test_a_note_says_how_much_is_held_out_if_it_is_not_the_fraction(tmp_path, ma
 
 
 def test_every_template_holds_out_the_same_rows(tmp_path, make):
-    (tmp_path / 'rows.jsonl').write_text(as_jsonl(CHAT))
+    rows = [{'system': ' Brief. ', 'question': f'{i} ', 'context': 'c', 'answer': 'a'} for i in range(40)]
+    (tmp_path / 'rows.jsonl').write_text(as_jsonl([*CHAT, *rows]))
     held_out = set()
-    for template in ('plain', 'chatml', 'gemma', 'llama3'):
+    for template in ('plain', 'alpaca', 'chatml', 'gemma', 'llama3'):
         make(tmp_path / 'rows.jsonl', template=template)
         held_out.add((tmp_path / 'data/x/val.jsonl').read_text())
     assert len(held_out) == 1

@@ -70,7 +70,7 @@ def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
 
 
 @pytest.mark.parametrize('source, words', [
-    ('nowhere.txt', 'is not a file, a folder or a pattern'), ('a.tar.gz', 'unpack or convert it'),
+    ('nowhere.txt', 'is not a file, a folder or a pattern'), ('a.tar.gz', 'unpack it, or convert it'),
     ('pictures', "no files to read with format='auto'"), ('set', 'no files to read')])
 def test_a_source_without_files_to_read(tmp_path, monkeypatch, files, source, words):
     monkeypatch.chdir(tmp_path)

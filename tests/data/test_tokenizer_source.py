@@ -43,7 +43,7 @@ def places(tmp_path, monkeypatch):
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 64})
     Path('adapter').mkdir()
     Path('adapter/adapter_config.json').write_text('{}')
-    Path('adapter/hotloop.json').write_text(json.dumps({'tokenizer': BPE, 'template': 'chatml'}))
+    Path('adapter/hotloop.json').write_text(json.dumps({'tokenizer': BPE, 'template': 'chatml', 'base': 'b'}))
     Path('text').mkdir()
     Path('text/a.txt').write_text('abc' * 50)
 

@@ -168,7 +168,7 @@ def test_a_model_that_does_not_fit_the_memory_is_named(out, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 6.00 GiB')
     monkeypatch.setattr('hotloop.inference.texts.generate', fail)
-    assert 'lower --batch_size' in error_of(main, out_dir=out, start='ab')
+    assert 'lower --num_samples, --batch_size' in error_of(main, out_dir=out, start='ab')
 
 
 def test_load_gives_a_model_that_writes_what_the_command_writes(draw, out):

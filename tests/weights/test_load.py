@@ -153,6 +153,14 @@ def test_a_model_of_the_hub_is_found_without_a_network(gpt2_folder, cache, name,
     assert shape_of(full)['n_head'] == 2
 
 
+def test_adapters_of_the_hub_are_loaded_as_those_of_a_folder(tmp_path, cache, monkeypatch):
+    (tmp_path / 'adapter').mkdir()
+    (tmp_path / 'adapter' / 'adapter_config.json').write_text('{}')
+    place = put_into(cache, 'org/adapter', tmp_path / 'adapter')
+    monkeypatch.setattr('hotloop.weights.load.load_adapter', lambda folder: folder)
+    assert load_weights('org/adapter') == str(place)
+
+
 def test_a_weight_in_two_files_is_refused(gpt2_folder):
     """Of two sets of shards, one is left from before."""
     first = gpt2_folder / 'model-00001-of-00001.safetensors'
@@ -165,7 +173,7 @@ def test_a_weight_in_two_files_is_refused(gpt2_folder):
 def test_a_model_that_is_not_on_disk_is_one_sentence(cache):
     error = error_of(load_weights, 'org/model')
     assert error.startswith("'org/model' could not be downloaded from the hub: ") and '\n' not in error
-    assert "'org/model' is not on disk, and a dry run" in error_of(shape_of, 'org/model')
+    assert "'org/model' has no config.json on this disk" in error_of(shape_of, 'org/model')
 
 
 def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conversion(gpt2_folder):
