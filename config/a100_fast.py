@@ -1,4 +1,4 @@
-# quick experiments on one A100: GPT-2's smallest shape with half its context
+# quick experiments on one A100: the shape of GPT-2 small with half its context
 #
 #   python prepare.py wikitext103
 #   python train.py config/a100_fast.py

@@ -10,7 +10,7 @@ dataset = 'wikitext103'
 
 n_layer = 12
 n_head = 16
-n_embd = 1024  # 203,056,128 parameters
+n_embd = 1024  # 203,056,128 parameters; OKADFA's program keeps n_ff at 3072, which makes 177,890,304
 block_size = 512
 
 batch_size = 20

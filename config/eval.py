@@ -1,5 +1,6 @@
 # evaluates weights on the full validation split and exits; writes nothing
 #
+#   python prepare.py openwebtext                                            # 25 GB to download
 #   python train.py config/eval.py --init_from=gpt2-xl --dataset=openwebtext  # OpenAI's weights
 #   python train.py config/eval.py --init_from=out --dataset=stdlib           # the best of a run
 #

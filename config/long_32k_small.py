@@ -8,7 +8,7 @@
 
 dataset = 'fineweb_edu'
 
-position = 'rope'  # a learned table of 32,768 positions would be 34 million parameters
+position = 'rope'  # a learned table of 32,768 positions would have 34 million parameters
 rope_base = 500000
 n_layer = 8
 n_head = 8  # heads of 128 channels

@@ -5,7 +5,8 @@
 #   python sample.py --out_dir=out-lora-r16 \
 #       --eval_code=data/python_rows/val.jsonl --max_new_tokens=384
 #
-# other ranks: --lora_rank=8 --out_dir=out-lora-r8, or --lora_rank=32 --out_dir=out-lora-r32
+# other ranks: --lora_rank=8 --lora_alpha=16 --out_dir=out-lora-r8, or
+# --lora_rank=32 --lora_alpha=64 --out_dir=out-lora-r32
 # hardware: one GPU of 40 GB (A100). time and score: not measured
 # Gemma needs pip install tokenizers huggingface_hub, and HF_TOKEN of an account that accepted its license
 

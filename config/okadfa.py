@@ -8,7 +8,7 @@
 
 dataset = 'wikitext103'
 
-mixer = 'kernel'  # random features in place of softmax: time is linear in the context, the state constant
+mixer = 'kernel'  # random features in place of softmax: time is linear in the context
 qk_norm = True  # bounds the exponents of the features
 feedback = 'dfa'
 ortho_penalty = 1e-4

@@ -41,7 +41,7 @@ def ours(side, args, dtype):
     adapts = side != 'ours: all weights'
     if adapts:
         quantize = 'nf4' if side == 'ours: QLoRA' else 'none'
-        add_adapters(model, LoRAConfig(lora_rank=16, quantize=quantize), {}, env, 0)
+        add_adapters(model, LoRAConfig(lora_rank=args.rank, quantize=quantize), {}, env, 0)
     model.compute_dtype = dtype
     tokens = args.batch * args.tokens
     model.loss_chunks = choose_loss_chunks('auto', tokens, VOCABULARY, env, frozen=adapts)
@@ -62,7 +62,7 @@ def theirs(args, dtype):
                                      n_positions=args.tokens, vocab_size=VOCABULARY, resid_pdrop=0,
                                      embd_pdrop=0, attn_pdrop=0, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    adapters = peft.LoraConfig(r=16, lora_alpha=16, target_modules=['c_attn', 'c_proj', 'c_fc'],
+    adapters = peft.LoraConfig(r=args.rank, lora_alpha=16, target_modules=['c_attn', 'c_proj', 'c_fc'],
                                fan_in_fan_out=True)
     model = peft.get_peft_model(model, adapters)
     model.train()
@@ -102,7 +102,7 @@ def measure(side, args):
 def main():
     from hotloop.system.device import cpu_has_bf16
     parser = parser_of(__doc__, dtype='bfloat16' if cpu_has_bf16() else 'float32', compile=False, n_layer=12,
-                       n_embd=768, batch=2, tokens=512, steps=2, rounds=3)
+                       n_embd=768, batch=2, tokens=512, rank=16, steps=2, rounds=3)
     parser.add_argument('--work', help='for the processes that this starts')
     args = parser.parse_args()
     if args.work:
