@@ -338,6 +338,10 @@ QUERIES = 512  # in a block; 256 and 512 were fastest of 64 to 1,024 on a CPU
 def plain_attention(q, k, v, mask=None, dropout=0.0, is_causal=False):
     """Compute the attention of q, (B, H, T, D), over k and v, (B, K, T, D), by torch's kernels."""
     groups = q.size(1) // k.size(1)
+    if groups > 1 and q.size(2) == 1:  # a token of generation: heads that share keys are queries of one head
+        y = F.scaled_dot_product_attention(q.reshape(q.size(0), k.size(1), groups, -1), k, v, attn_mask=mask,
+                                           dropout_p=dropout)
+        return y.reshape(q.shape)
     if groups > 1 and q.device.type == 'cuda' and (mask is not None or q.dtype != torch.bfloat16):
         # Only flash takes groups, which a T4 and float32 lack; without it all T x T weights are stored.
         k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
@@ -399,15 +403,17 @@ def compiled_alone(function, **options):
 
 
 def flex_options(q):
-    """Choose blocks for FlexAttention where its own exceed shared memory (pytorch#198224), else None."""
+    """Choose FlexAttention's kernel, and blocks where its own exceed shared memory (pytorch#198224)."""
+    # of the kernel for fewer than 128 queries none fits 65 or more grouped ones (pytorch#185349)
+    options = {'FORCE_USE_FLEX_ATTENTION': True}
     row = q.size(-1) * q.dtype.itemsize
     if row <= 256:
-        return None
+        return options
     memory = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
     if memory > 160_000:
-        return None
+        return options
     names = 'fwd_BLOCK_M', 'fwd_BLOCK_N', 'bwd_BLOCK_M1', 'bwd_BLOCK_N1', 'bwd_BLOCK_M2', 'bwd_BLOCK_N2'
-    return dict.fromkeys(names, 32 if 192 * row < memory else 16) | {'num_stages': 1}
+    return options | dict.fromkeys(names, 32 if 192 * row < memory else 16) | {'num_stages': 1}
 
 
 def block_mask(T, window, documents, device):

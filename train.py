@@ -38,7 +38,7 @@ from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
-from hotloop.system.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype
+from hotloop.system.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype, try_compile
 from hotloop.system.distributed import (
     Env,
     StopRequest,
@@ -401,7 +401,13 @@ def build_run(settings, datasets, env):
     cfg, latest = settings.train, settings.latest
     checkpoint = latest.checkpoint if latest else {}
     model, origin, base = build_model(settings, datasets[0], env)
-    T, vocab_size = model.config.block_size, model.config.vocab_size
+    c = model.config
+    T, vocab_size = c.block_size, c.vocab_size
+    has_mask = cfg.pack_rows or c.attn_softcap or any((window or T) < T for window in c.windows())
+    failure = try_compile(env.device) if has_mask and env.device.type == 'cuda' and not env.compile else None
+    if failure:
+        raise ValueError('on a GPU pack_rows, windows and attn_softcap need torch.compile, also with '
+                         f'compile=False, and it fails here: {failure}')
     splits = {}
     for name in ('train', 'val'):
         splits[name] = open_split(datasets, name, T, cfg.pack_rows)

@@ -2,7 +2,7 @@
 #
 #   python prepare.py fineweb_edu
 #   python train.py config/ten_32k.py
-#   python train.py config/ten_32k.py --eigen=long   # at the start, memories of up to the length of the context
+#   python train.py config/ten_32k.py --eigen=long   # memories of up to the context at the start
 #
 # hardware: one GPU of 24 GB or more. time and score: not measured; config/ten_cpu.py is for a CPU
 

@@ -78,8 +78,8 @@ FOLDER_SUFFIXES = {  # of the files that a format reads in a folder; other forma
     'functions': ('.py',),
     'auto': (*KINDS, '.txt', '.text', '.md', '.rst', '.tex', '.org', '.log', '.html', '.htm', '.xml', '.css',
              '.toml', '.yaml', '.yml', '.ini', '.sql', '.sh', '.bat', '.py', '.pyi', '.c', '.h', '.cc',
-             '.cpp', '.hpp', '.cu', '.cs', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php',
-             '.pl', '.lua', '.r', '.jl', '.hs', '.ml', '.scala', '.swift')}
+             '.cpp', '.hpp', '.cu', '.cs', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb',
+             '.php', '.pl', '.lua', '.r', '.jl', '.hs', '.ml', '.scala', '.swift')}
 FOLDER_SUFFIXES['text'] = FOLDER_SUFFIXES['auto']
 # below the standard library: test suites, installed packages and generated files
 NOT_STDLIB = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages',
@@ -211,8 +211,8 @@ def find_corpus(sources):
     corpus = CORPORA[name]
     if number:
         if not number.isdecimal() or int(number) == 0 or not corpus.train:
-            raise ValueError(f'{sources[0]}: a number of files follows the colon of a corpus of several, such '
-                             'as fineweb_edu:2')
+            raise ValueError(f'{sources[0]}: a number of files follows the colon of a corpus of several, '
+                             'such as fineweb_edu:2')
         train = corpus.train[:int(number)]
         corpus = replace(corpus, train=train, download=corpus.download * len(train) / len(corpus.train))
     return corpus

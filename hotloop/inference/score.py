@@ -11,13 +11,14 @@ from itertools import islice
 
 import numpy as np
 import torch
+from torch.nn.attention import sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.data.chat import TEMPLATES
 from hotloop.data.documents import documents_in, template_of
 from hotloop.data.encode import encode_parts
 from hotloop.data.sources import files_of
-from hotloop.inference.generate import NOT_FINITE
+from hotloop.inference.generate import NOT_FINITE, WITHOUT_CUDNN
 
 MAX_LOGITS = 2**26  # A batch has at most this many logits: 256 MB.
 
@@ -99,7 +100,9 @@ def score_documents(model, tokenizer, documents, batch_size):
         scores, x, y, is_last = zip(*batch, strict=True)
         x = pad_sequence(x, batch_first=True).to(model.cos.device)
         y = pad_sequence(y, batch_first=True, padding_value=-1).to(model.cos.device)
-        for score, last, loss in zip(scores, is_last, model(x, y)[0].tolist(), strict=True):
+        with sdpa_kernel(WITHOUT_CUDNN):
+            losses = model(x, y)[0].tolist()
+        for score, last, loss in zip(scores, is_last, losses, strict=True):
             if not math.isfinite(loss):
                 raise ValueError(NOT_FINITE.format(f'a loss on {score.file} that is'))
             score.nats += loss

@@ -100,8 +100,7 @@ def orthogonalize(G, dtype):
     G: (N, m, n), m <= n.
     """
     a, b, c = NS_COEFFICIENTS
-    X = G.to(dtype)
-    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)  # float16 would lose small gradients before
     for _ in range(NS_STEPS):
         A = X @ X.mT  # (N, m, m)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
@@ -123,8 +122,8 @@ class Muon(Uncompiled, torch.optim.Optimizer):
         self.rows = rows
         self.env = env
         self.found_inf = torch.zeros((), device=env.device)
-        # bf16 takes half the time where the run computes in it, and the iteration tolerates it
-        self.dtype = torch.bfloat16 if env.dtype == torch.bfloat16 else torch.float32
+        # bf16 and, on GPUs, float16 take half the time or less, and the iteration tolerates them
+        self.dtype = env.dtype if env.device.type == 'cuda' or env.dtype == torch.bfloat16 else torch.float32
         self.orthogonalize = orthogonalize
         if env.compile and env.device.type == 'cuda':  # on a CPU there is nothing to fuse
             self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
@@ -154,7 +153,8 @@ class Muon(Uncompiled, torch.optim.Optimizer):
         directions = torch._foreach_lerp(grads, buffers, group['momentum'])  # Nesterov's
         updates, matrices = [], {}  # {(m, n), m <= n: [(view of that shape, factor)]}
         for p, rows in zip(params, directions, strict=True):
-            updates.append(all_rows(rows, p, self.dtype))
+            sent = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+            updates.append(all_rows(rows, p, sent))
             for part in updates[-1].split(self.rows[p]):
                 view, factor = part, 1.0
                 if part.size(0) > part.size(1):  # fewer singular values than rows: it would move too little

@@ -36,8 +36,8 @@ def shown(row, template):
     ({'question': '2+2?', 'answer': ' 4', 'id': 3}, 'auto', '[2+2?] 4'),
     ({'system_prompt': 'Brief.', 'question': 'Sum?', 'context': '2 and 2', 'answer': ' 4'}, 'auto',
      '[Brief.\n\nSum?\n\n2 and 2] 4'),
-    ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'Two '}, {'text': 'and two?'}]}, ANSWER]},
-     'auto', '[' + CHATML_FIRST),
+    ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'Two '}, {'text': 'and two?'}]},
+                   ANSWER]}, 'auto', '[' + CHATML_FIRST),
     (PAIR, 'alpaca', f'[{TASK}{WRITE}Q: 2+2?\nA:\n\n### Response:\n] 4'),
     (ALPACA, 'auto', f'[{TASK}, paired with an input that provides further context{WRITE}'
      'Add.\n\n### Input:\n2 and 2\n\n### Response:\n]4'),

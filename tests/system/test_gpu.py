@@ -23,7 +23,7 @@ DEVICE = os.environ.get('TEST_DEVICE', 'cuda')
 pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='there is no GPU')
 
 # heads of 64 and 128 positions, so that flash attention takes them
-SETTINGS = dict(device=DEVICE, dtype='bfloat16', compile=True, n_embd=128, block_size=128, batch_size=8,
+SETTINGS = dict(device=DEVICE, dtype='auto', compile=True, n_embd=128, block_size=128, batch_size=8,
                 dropout=0.1, eval_interval=5, lr_decay_iters=10)
 
 
