@@ -55,6 +55,15 @@ def cores(physical=False, root=''):
     return max(count, 1)
 
 
+def vendor(root=''):
+    """Return the vendor of the CPU as Linux names it, such as AuthenticAMD, or '' elsewhere."""
+    with contextlib.suppress(OSError), open(f'{root}/proc/cpuinfo', encoding='utf-8') as f:
+        for line in f:
+            if line.startswith('vendor_id'):
+                return line.split()[-1]
+    return ''
+
+
 def memory(root=''):
     """Return the bytes of memory of this machine, or of the container or job."""
     size = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')

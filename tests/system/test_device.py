@@ -1,8 +1,11 @@
 """A device, dtype or compilation requested by name is used or is an error; auto gives its reason."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from hotloop.system import host
 from hotloop.system.device import (
     choose_compile,
     choose_device,
@@ -44,14 +47,19 @@ def test_an_emulated_bfloat16_is_refused(monkeypatch):
     assert choose_dtype('auto', CUDA)[0] == choose_dtype('bfloat16', CUDA)[0] == torch.bfloat16
 
 
-@pytest.mark.parametrize('has', [True, False])
-def test_cpus_train_in_bf16_if_they_have_it_and_generate_in_float32(monkeypatch, has):
-    monkeypatch.delattr(torch.cpu, '_is_avx512_bf16_supported', raising=False)
-    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: has, raising=False)
+@pytest.mark.parametrize('amx, avx512, vendor, has', [
+    (True, False, 'GenuineIntel', True), (False, True, 'AuthenticAMD', True),
+    (False, True, 'GenuineIntel', False), (False, False, '', False)])
+def test_cpus_train_in_bf16_where_it_is_faster(monkeypatch, tmp_path, amx, avx512, vendor, has):
+    (tmp_path / 'proc').mkdir()
+    (tmp_path / 'proc' / 'cpuinfo').write_text(f'processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 6\n')
+    monkeypatch.setattr('hotloop.system.host.vendor', partial(host.vendor, root=str(tmp_path)))
+    monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: avx512, raising=False)
+    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx, raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, 'is_available', lambda: True)
     assert choose_dtype('auto', CPU)[0] == torch.float32
-    assert choose_dtype('auto', CPU, training=True) == (
-        (torch.bfloat16, 'this CPU has bf16 units') if has else (torch.float32, 'this CPU has no bf16 units'))
+    chosen, reason = choose_dtype('auto', CPU, training=True)
+    assert chosen == (torch.bfloat16 if has else torch.float32) and 'fast bf16 units' in reason
     assert choose_dtype('bfloat16', CPU) == (torch.bfloat16, 'requested')
 
 
