@@ -4,7 +4,7 @@
 #   python train.py config/long_32k_large.py
 #   torchrun --standalone --nproc_per_node=4 train.py config/long_32k_large.py
 #
-# hardware: one GPU of 80 GB or more, or several. time and score: not measured
+# hardware: one GPU of 40 GB or more (counted: 37.4 GB), or several. time and score: not measured
 # the sizes are our own choice
 
 dataset = 'fineweb_edu'

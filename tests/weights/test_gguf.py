@@ -21,7 +21,7 @@ from model import GPTConfig
 gguf = pytest.importorskip('gguf', reason='writes the files')
 
 SHAPES = {'gpt2': BASE, 'gpt2 with biases': BASE | dict(bias=True, mlp='gelu_tanh', tie=False, norm_eps=1e-3),
-          'qwen3': BASE | dict(preset='qwen3', n_kv_head=2, rope_base=500.0, norm_eps=1e-2),
+          'qwen3, grouped': BASE | dict(preset='qwen3', n_kv_head=2, rope_base=500.0, norm_eps=1e-2),
           'qwen3, tied': BASE | dict(preset='qwen3', tie=True, head_dim=16)}
 IMPORTED = ('llama 2', 'llama 3', 'linear', 'smollm2', 'mistral 0.3', 'qwen2', 'qwen3')
 REFUSED = [(dict(preset='modern'), ('mlp=relu2', 'key_shift=True', 'x0_mix=True', 'softcap=15.0')),

@@ -78,11 +78,11 @@ def test_the_path_from_a_base_to_an_export(run, monkeypatch):
     assert losses[-1] < losses[0] - 1
     assert all('.lora_' in name for name in load('out-lora/best.pt')['model'])
 
-    chat = run(sample, f'--out_dir=out-lora --chat {GREEDY}', 'Add 3 and 3.\n\n')
+    chat = run(sample, f'--out_dir=out-lora --chat {GREEDY}', 'Add 3 and 3.\n')
     merged = run(sample, '--init_from=out-lora/adapter --start=FILE:ask.jsonl '
                          f'--output=jsonl {GREEDY}')
     answer = json.loads(merged)['text']
-    assert chat == f'> {answer}\n> ' and answer.startswith('The sum is')
+    assert chat == f'> {answer}\n> \n' and answer.startswith('The sum is')
 
     written = run(sample, '--out_dir=out-lora --export=tuned')
     assert written == 'wrote tuned: qwen2, float32\n'
