@@ -67,6 +67,8 @@ def try_compile(device):
     """Compile a tiny function. Returns None if torch.compile works here, else its error."""
     if device.type == 'mps':
         return 'not tried on Apple GPUs'
+    # or Inductor first compiles a test for each of the CPU's instruction sets, 3 s each
+    os.environ.setdefault('TORCHINDUCTOR_VEC_ISA_OK', '1')
     try:
         torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
     except Exception as error:  # Inductor wraps a missing C++ compiler in exceptions of its own

@@ -11,6 +11,7 @@ import time
 import torch
 
 from hotloop.data.chat import CHATS
+from hotloop.system import host
 from hotloop.system.device import peak_flops, peak_memory
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, replacing
@@ -111,7 +112,7 @@ class Meter:
         self.peak = peak_flops(env.device, env.dtype)  # FLOP/s of a device; None: unknown
         self.flops = flops_per_token / env.world  # of a device
         self.is_first = True  # whether startup and compilation are included
-        self.start(time.perf_counter())
+        self.start(host.STARTED)
 
     def start(self, now):
         """Begin with the steps of the next log line."""
