@@ -185,7 +185,7 @@ def all_logits(model, ids, documents=None):
     hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
     model(ids, ids, documents)
     hook.remove()
-    return model.softcap(kept[0])
+    return model.softcap(kept[0].float())
 
 
 def error_against(expected, logits):
