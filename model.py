@@ -278,7 +278,7 @@ class X0Mix(nn.Module):
 
 
 def softcap(logits, *_, cap):
-    """Bound float32 logits to (-cap, cap) (Gemma 2, arXiv 2408.00118), also as a score_mod of FlexAttention."""
+    """Bound float32 logits to (-cap, cap) (arXiv 2408.00118), also as a score_mod of FlexAttention."""
     return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster if compiled
 
 
