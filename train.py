@@ -396,18 +396,32 @@ def build_model(settings, dataset, env):
     return Start(model, source.checkpoint, base)
 
 
+def check_masks(c, cfg, env):
+    """Raise ValueError if attention needs masks on a GPU where they cannot be compiled."""
+    has_mask = cfg.pack_rows or c.attn_softcap or any((n or c.block_size) < c.block_size for n in c.windows())
+    failure = try_compile(env.device) if has_mask and env.device.type == 'cuda' and not env.compile else None
+    if failure:
+        raise ValueError('on a GPU pack_rows, windows and attn_softcap need torch.compile, also with '
+                         f'compile=False, and it fails here: {failure}')
+
+
+def open_byte_table(meta, vocab_size, env):
+    """Return the UTF-8 bytes of each token id; None if the tokenizer is not available to all processes."""
+    table = None
+    try:
+        table = byte_table(meta, vocab_size)
+    except ValueError as e:
+        print0(f'bits per byte: not reported, because {e}')
+    return None if env.any(table is None) else table
+
+
 def build_run(settings, datasets, env):
     """Make the Run, ready to train except for its folder."""
     cfg, latest = settings.train, settings.latest
     checkpoint = latest.checkpoint if latest else {}
     model, origin, base = build_model(settings, datasets[0], env)
-    c = model.config
-    T, vocab_size = c.block_size, c.vocab_size
-    has_mask = cfg.pack_rows or c.attn_softcap or any((window or T) < T for window in c.windows())
-    failure = try_compile(env.device) if has_mask and env.device.type == 'cuda' and not env.compile else None
-    if failure:
-        raise ValueError('on a GPU pack_rows, windows and attn_softcap need torch.compile, also with '
-                         f'compile=False, and it fails here: {failure}')
+    T, vocab_size = model.config.block_size, model.config.vocab_size
+    check_masks(model.config, cfg, env)
     splits = {}
     for name in ('train', 'val'):
         splits[name] = open_split(datasets, name, T, cfg.pack_rows)
@@ -451,13 +465,7 @@ def build_run(settings, datasets, env):
     for name in ('model', *OPTIMIZERS):  # free their memory: the settings hold the checkpoint
         checkpoint.pop(name, None)
     check_same_step(state.iter_num, env)
-    byte_counts = None
-    try:
-        byte_counts = byte_table(datasets[0].meta, vocab_size)
-    except ValueError as e:  # the tokenizer is not available here
-        print0(f'bits per byte: not reported, because {e}')
-    if env.any(byte_counts is None):  # on another node
-        byte_counts = None
+    byte_counts = open_byte_table(datasets[0].meta, vocab_size, env)
     if base and byte_counts is not None and record.get('template') and not settings.lora.lora_embeddings:
         tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
         note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
