@@ -199,6 +199,18 @@ def test_later_tokens_add_to_the_gradient_and_not_to_the_loss():
     assert torch.equal(model.eval()(x, y, documents), make('modern')(x, y, documents))
 
 
+def test_label_smoothing_is_that_of_torch_also_beside_later_tokens():
+    model, x, y = make('modern', label_smoothing=0.1).train(), ids(2, 16), ids(2, 16, seed=1)
+    y[0, 3:9] = -1
+    results = []
+    for model.ahead in (None, torch.zeros(2)):
+        model.zero_grad()
+        loss = model(x, y)
+        loss.sum().backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize('shape', ALL_SHAPES)
 def test_a_shorter_context_computes_the_same_and_bfloat16_is_close(shape):
     """The weights stay in float32; rotary angles of positions would lose all precision in bf16."""
