@@ -8,7 +8,7 @@
 # byte after the 2,345 steps that fit where the model had been compiled before, 1.16 after 1,704 where not;
 # on slower days 1.18 after 1,340 and 1.20 after 1,087. in float32 there: 1.20 after 1,140,
 # 1.22 after 912 where it had not been compiled before; on a Xeon that is faster in float32: 1.17 after 1,407.
-# with a faster loss (2026-11-28), on a slow Xeon: 1.155 after 1,978, 1.195 after 1,137 where not compiled before
+# with a faster loss, on a slow Xeon with bf16 units: 1.155 after 1,978, 1.195 after 1,137 where not compiled
 
 dataset = 'stdlib'  # in BPE tokens of 2.8 bytes
 
