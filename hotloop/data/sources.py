@@ -91,13 +91,17 @@ NOT_STDLIB = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dis
 
 def files_under(folder, left_out=()):
     """
-    List the paths of the files below a folder, sorted. Hidden files and folders, datasets and the
-    folders left_out are skipped.
+    List the paths of the files below a folder, sorted. Hidden files and folders, datasets, the
+    folders left_out and those that a link leads to again are skipped.
     """
     def fail(error):
         raise ValueError(f'{folder} cannot be read: {error}')
-    found = []
+    found, visited = [], set()
     for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        if os.path.realpath(here) in visited:
+            folders.clear()
+            continue
+        visited.add(os.path.realpath(here))
         folders[:] = [name for name in folders if name not in left_out and name[0] != '.']
         if {'meta.json', 'train.bin'} <= set(names):
             folders.clear()

@@ -112,7 +112,7 @@ def read_json(path):
     try:
         with open(path, encoding='utf-8') as f:
             value = json.load(f)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f'{path} cannot be read: {e}') from None
     if not isinstance(value, dict):
         raise ValueError(f'{path} does not hold a JSON object')
@@ -123,7 +123,7 @@ def parse_json(text, where, remedy=''):
     """Parse a JSON text. Raises ValueError with the place and the remedy."""
     try:
         return json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f'{where} is not JSON: {e}{remedy}') from None
 
 

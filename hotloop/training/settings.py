@@ -30,6 +30,8 @@ def setting_problems(cfg):
             wrong.append(f'{name}={value} must not be negative')
         if name in ABOVE_0 and value == 0:
             wrong.append(f'{name}=0 must be above 0')
+    if not cfg.out_dir:
+        wrong.append('out_dir is empty; name a folder, for example --out_dir=out')
     for name in ('beta1', 'beta2', 'muon_momentum'):
         if getattr(cfg, name) >= 1:
             wrong.append(f'{name}={getattr(cfg, name)} must be below 1')
@@ -132,7 +134,7 @@ def check_time_budget(cfg, before, checkpoint):
     if cfg.time_budget in (None, before) or cfg.eval_only:
         return
     if before is None:
-        raise ValueError(f'time_budget={cfg.time_budget:g}: the run began without one; use --max_iters, or '
+        raise ValueError(f'time_budget={cfg.time_budget:g}: the run to resume has none; use --max_iters, or '
                          'start a new run from its weights with --init_from=PATH')
     last = state_from(checkpoint).max_iters
     if last is not None:

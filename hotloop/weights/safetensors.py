@@ -7,6 +7,7 @@ import struct
 import torch
 
 from hotloop.system.files import replacing
+from hotloop.system.text import first_line
 
 DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
           'I64': torch.int64, 'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8,
@@ -23,6 +24,8 @@ def read_safetensors(path):
         with open(path, 'rb') as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         first = 8 + struct.unpack_from('<Q', data)[0]  # byte of the tensors
+        if first > len(data):
+            raise ValueError(f'its header would end at byte {first:,} of {len(data):,}')
         header = json.loads(data[8:first])
         header.pop('__metadata__', None)
         for name, entry in header.items():
@@ -36,7 +39,8 @@ def read_safetensors(path):
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror}') from None
     except Exception as e:  # damaged bytes can raise nearly anything
-        raise ValueError(f'{path} is damaged or not a safetensors file: {e!r}') from None
+        raise ValueError(f'{path} is damaged or not a safetensors file: '
+                         f'{type(e).__name__}: {first_line(e)}') from None
     return tensors
 
 

@@ -190,6 +190,7 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
 
 @pytest.mark.parametrize('name, data, words', [
     ('a.jsonl', b'{"text": "a"}\n{"text": \n', r'a\.jsonl, line 2 is not JSON: .*--format=text'),
+    ('a.jsonl', b'[' * 100_000, r'a\.jsonl, line 1 is not JSON: .*--format=text'),
     ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values beyond the header'),
     ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line 3: unexpected end of data'),
     ('a.parquet', b'PAR1 not really', r'a\.parquet cannot be read as parquet')])

@@ -60,6 +60,14 @@ def test_a_folder_is_its_text_files_in_order(tmp_path, files, capsys):
         'a/rows.jsonl', 'a/z.md', 'b.txt', 'image.png', 'shard.bin']
 
 
+def test_a_folder_that_links_lead_to_again_is_read_once(tmp_path, files):
+    """Two links to a folder above would otherwise be followed 2^40 times."""
+    make(tmp_path, 'here/a.txt', 'here/sub/b.txt', 'elsewhere/c.txt')
+    for name, target in (('up', '..'), ('again', '..'), ('other', tmp_path / 'elsewhere')):
+        (tmp_path / 'here' / 'sub' / name).symlink_to(target)
+    assert files(tmp_path / 'here') == [(name, 'text') for name in ('a.txt', 'sub/b.txt', 'sub/other/c.txt')]
+
+
 def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
     """So that the same files are held out wherever the folder is."""
     make(tmp_path, 'one/a.txt', 'one/sub/b.md', 'two/a.txt')

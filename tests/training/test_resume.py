@@ -143,7 +143,7 @@ def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
 @pytest.mark.parametrize('settings, words', [
     (dict(softcap=0), r'softcap=0\.0.* 15\.0'), (dict(optimizer='adamw'), r"optimizer='adamw'.* 'muon'"),
     (dict(dataset='other'), "dataset='other' is not the data of this run"),
-    (dict(time_budget=3), 'time_budget=3.*began without'),
+    (dict(time_budget=3), 'time_budget=3.*has none'),
     (dict(), "dataset='tiny' is not the data of this run")])
 def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, settings, words):
     """The error names both values, and no file changes. The last case is other tokens of the same name."""
@@ -193,6 +193,9 @@ def test_config_py_of_a_run_repeats_it(train_tiny, halves, tmp_path):
     train_tiny('a', init_from=halves / 'whole' / 'ckpt.pt', optimizer='muon', max_iters=4)
     train.main([str(tmp_path / 'a' / 'config.py'), f'--out_dir={tmp_path / "b"}'])
     assert_equal_runs(tmp_path / 'a', tmp_path / 'b')
+    before = (tmp_path / 'b' / 'config.py').read_text()
+    train_tiny('b', init_from='resume', max_iters=2, learning_rate=0.5)  # there is nothing to do
+    assert (tmp_path / 'b' / 'config.py').read_text() == before
 
 
 # -----------------------------------------------------------------------------

@@ -153,6 +153,13 @@ def test_a_resumed_run_does_not_replace_another_run_in_a_mirror(tmp_path, train_
         assert load_checkpoint(str(tmp_path / name / 'ckpt.pt'))['iter_num'] == step
 
 
+def test_a_refused_mirror_moves_no_run_aside(tmp_path, train_tiny):
+    train_tiny(max_iters=1)
+    (tmp_path / 'file').touch()
+    assert 'mirror_dir=' in error_of(train_tiny, max_iters=1, mirror_dir=tmp_path / 'file')
+    assert (tmp_path / 'out' / 'ckpt.pt').exists() and not (tmp_path / 'out.1').exists()
+
+
 def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, capsys):
     run = save_run(tmp_path / 'out')
     run.mirror = str(tmp_path / 'drive')
