@@ -51,7 +51,7 @@ def card(tmp_path):
     (['--compile', 'False'], 'compile', False), (['--compile=True', '--compile', 'auto'], 'compile', 'auto'),
     (['--norm', 'rmsnorm'], 'norm', 'rmsnorm'), (['--n_ff=64', '--n_ff=none'], 'n_ff', None),
     (['--mirror_dir=None'], 'mirror_dir', None), (['--out_dir=None'], 'out_dir', 'None'),  # as annotated
-    (['--mirror_dir=123'], 'mirror_dir', '123'), (['--out_dir', ''], 'out_dir', ''),
+    (['--mirror_dir=123'], 'mirror_dir', '123'), (['--wandb_project', ''], 'wandb_project', ''),
     (['--out_dir=a=b=c'], 'out_dir', 'a=b=c'), (['--out_dir=--n_layer'], 'out_dir', '--n_layer')])
 def test_flags(argv, name, value):
     found, places, words = conf(*argv)
@@ -191,7 +191,7 @@ def test_all_problems_of_a_command_are_reported_together(card, monkeypatch):
 def test_as_file_read_back_gives_the_same_settings(card, text):
     """Types and -0.0 too."""
     shape = GPTConfig(block_size=10**30)
-    run = train.TrainConfig(min_lr=-0.0, out_dir=text, wandb_run_name=text, compile=True)
+    run = train.TrainConfig(min_lr=-0.0, data_dir=text, wandb_run_name=text, compile=True)
     path = card(as_file({**vars(shape), **vars(run)}))
     found = configure(GPTConfig, train.TrainConfig, argv=[path])
     assert repr(found.objects) == repr([shape, run])
