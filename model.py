@@ -674,9 +674,9 @@ def loss_ahead(logits, targets, documents, weights, smoothing):
     # One softmax of flat logits for all: compiled, other forms read and write all logits several times more.
     logp = logits.flatten(0, 1).log_softmax(1)
 
-    def cross_entropy(targets):
-        loss = F.nll_loss(logp, targets.flatten(), ignore_index=-1, reduction='none')
-        return loss.view(targets.shape).sum(1)
+    def cross_entropy(target):
+        loss = F.nll_loss(logp, target.flatten(), ignore_index=-1, reduction='none')
+        return loss.view(target.shape).sum(1)
 
     loss, more = cross_entropy(targets), 0
     if smoothing:
@@ -818,12 +818,13 @@ class GPT(nn.Module):
         if chunks > 1 and torch.is_grad_enabled():
             args = x.flatten(0, 1), self.lm_head.weight, targets.flatten(), c.softcap, smoothing, chunks
             return compiled_loss(*args) if torch.compiler.is_compiling() else ChunkedLoss.apply(*args, False)
+        if self.ahead is not None and self.training:  # loss_chunks is 1
+            logits = self.softcap(self.lm_head(x).float())
+            return loss_ahead(logits, targets, documents, self.ahead, smoothing)
         total = 0
         for part, target in zip(x.chunk(chunks, 1), targets.chunk(chunks, 1), strict=True):
             # Compiled, the cast, the cap and the cross-entropy are one pass over the bf16 logits.
             logits = self.softcap(self.lm_head(part).float())  # (B, T, V), or a part of T
-            if self.ahead is not None and self.training:  # loss_chunks is 1
-                return loss_ahead(logits, target, documents, self.ahead, smoothing)
             loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction='none',
                                    label_smoothing=smoothing)
             total = total + loss.view(target.shape).sum(1)

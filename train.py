@@ -663,17 +663,19 @@ def execute(run, settings, meta):
 
 
 def open_folders(run, schedule, checkpoints, latest):
-    """Prepare mirror_dir and out_dir on rank 0. Returns their locks."""
-    cfg, locks = run.cfg, []
-    if cfg.mirror_dir:  # first: if it cannot be written, no older run is moved
-        is_own = latest is not None and is_same_run(cfg.out_dir, cfg.mirror_dir)
-        locks.append(open_folder('mirror_dir', cfg.mirror_dir, not is_own))
-    locks.append(open_folder('out_dir', cfg.out_dir, latest is None))
+    """Prepare out_dir and mirror_dir on rank 0. Returns their locks."""
+    cfg = run.cfg
+    if cfg.mirror_dir:  # a refused one is refused before an older run is moved out of out_dir
+        open_folder('mirror_dir', cfg.mirror_dir, is_new=False).close()
+    locks = [open_folder('out_dir', cfg.out_dir, latest is None)]
     if latest:
         checkpoints.promote(latest)
         print0(f'resuming at step {run.state.iter_num:,}')
-    if schedule.is_open or run.state.iter_num < schedule.max_iters:
+    if run.state.iter_num < schedule.max_iters:
         write_config(cfg.out_dir, run.record['config'], schedule)
+    if cfg.mirror_dir:
+        is_own = latest is not None and is_same_run(cfg.out_dir, cfg.mirror_dir)
+        locks.append(open_folder('mirror_dir', cfg.mirror_dir, not is_own))
     return locks
 
 

@@ -98,11 +98,13 @@ def files_under(folder, left_out=()):
         raise ValueError(f'{folder} cannot be read: {error}')
     found, visited = [], set()
     for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        if os.path.realpath(here) in visited:
+        real = os.path.realpath(here)
+        if real in visited:
             folders.clear()
             continue
-        visited.add(os.path.realpath(here))
-        folders[:] = [name for name in folders if name not in left_out and name[0] != '.']
+        visited.add(real)
+        # sorted: on every machine it is the same path by which a file is found first
+        folders[:] = sorted(name for name in folders if name not in left_out and name[0] != '.')
         if {'meta.json', 'train.bin'} <= set(names):
             folders.clear()
             continue

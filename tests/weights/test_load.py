@@ -193,7 +193,8 @@ def test_files_that_are_cut_or_damaged_are_refused(tmp_path, change):
     intact = path.read_bytes()
     header = json.dumps({'a': {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16], **change}}).encode()
     wrong = struct.pack('<Q', len(header)) + header + bytes(16)
-    for content in (intact[:4], intact[:40], intact[:-1], b'\xff' * 7 + b'\x7f' + bytes(5000), wrong):
+    long = b'\xff' * 7 + b'\x7f' + bytes(5000)
+    for content in (intact[:4], intact[:40], intact[:-1], b'\xff' * 8 + intact[8:], long, wrong):
         path.write_bytes(content)
         error = error_of(read_safetensors, str(path))
         assert f'{path} is damaged' in error and len(error) < len(str(path)) + 200, content[:80]
