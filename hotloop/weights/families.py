@@ -53,6 +53,10 @@ DEFAULTS = {
                                 'final_logit_softcapping': 30.0},
     'gemma3_text': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 6,
                                      'rope_theta': 1e6, 'rope_local_base_freq': 1e4}}
+# keys whose values are numbers, true, false or null
+NUMBERS = {*GPT2_NAMES.values(), *LLAMA_NAMES.values(), 'rope_theta', 'rope_local_base_freq', 'factor',
+           'original_max_position_embeddings', 'sliding_window', 'sliding_window_pattern',
+           'query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping'}
 LETTERS = {'sliding_attention': 'S', 'full_attention': 'L'}  # of GPTConfig.window_pattern
 
 # {module of a block: the modules of Hugging Face that it holds, one after the other}
@@ -81,6 +85,7 @@ def model_args_from(config, path):
     check_keys({'model_type': kind}, {'model_type': list(SETTINGS)}, path)
     config = {**EVERY_DEFAULTS, **DEFAULTS.get(kind, {}), **config}
     check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
+    check_numbers(config, path)
     settings = dict(SETTINGS[kind])
     try:
         for ours, theirs in names_of(kind).items():
@@ -119,6 +124,13 @@ def check_keys(config, supported, path):
             raise ValueError(f'{path}: {key}={str(config[key])[:80]} is not supported, only {only}')
 
 
+def check_numbers(config, path):
+    """Raise ValueError if the value of a key of NUMBERS is no number."""
+    for key in sorted(NUMBERS & config.keys()):
+        if not isinstance(config[key], int | float | None):
+            raise ValueError(f'{path}: {key}={str(config[key])[:80]!r} is not a number')
+
+
 def pattern_of(config, kind, path):
     """Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none."""
     is_off = kind.startswith('qwen') and not config.get('use_sliding_window')
@@ -146,6 +158,7 @@ def rope_of(config, has_local, path):
     rope = {'rope_theta': config.get('rope_theta', 10000.0), **rope, **rope.get('full_attention', {})}
     rope.setdefault('rope_type', rope.get('type', 'default'))
     check_keys(rope, ROPE_KEYS, path)
+    check_numbers(rope, path)
     settings = {'rope_base': float(rope['rope_theta'])}
     if rope['rope_type'] != 'default':
         settings['rope_factor'] = float(rope['factor'])
