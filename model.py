@@ -473,13 +473,15 @@ class Attention(nn.Module):
         self.cap = partial(softcap, cap=config.attn_softcap) if config.attn_softcap else None
         self.sdpa = partial(capped_attention, cap=config.attn_softcap) if self.cap else plain_attention
         self.dropout = nn.Dropout(config.dropout)
+        # GPT-2 also drops attention weights; with rotary positions the kernels stay those without dropout
+        self.weight_dropout = config.dropout if config.position == 'learned' else 0.0
 
     def attend(self, q, k, v, documents=None, mask=None):
         """
         Compute the attention of q, (B, H, T, D), over k and v, (B, K, T, D). documents: as in Context. mask:
         FlexAttention's, of documents and window.
         """
-        dropout = self.dropout.p if self.training else 0.0
+        dropout = self.weight_dropout if self.training else 0.0
         if documents is None and mask is None and (self.window is None or self.window >= q.size(2)):
             # A mask disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678).
             return attend_in_window(q, k, v, dropout, None, self.sdpa)
@@ -488,7 +490,7 @@ class Attention(nn.Module):
             return attend(q, k, v, dropout, self.window, documents, self.sdpa)
         if dropout:
             raise ValueError(f'dropout={dropout} cannot be combined with window, pack_rows or attn_softcap '
-                             'on a GPU; use --dropout=0')
+                             "on a GPU with position='learned'; use --dropout=0")
         from torch.nn.attention.flex_attention import flex_attention
         return compiled(flex_attention)(q, k, v, self.cap, mask, enable_gqa=q.size(1) > k.size(1),
                                         kernel_options=flex_options(q))

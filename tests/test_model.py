@@ -104,9 +104,23 @@ def test_a_gpus_attention_computes_the_gradients_of_a_cpus(monkeypatch, settings
         loss.backward()
         results.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
     assert (results[0] - results[1]).norm() < 1e-6 * results[0].norm()
-    model.transformer.h[0].attn.dropout.p = 0.1
+    model.transformer.h[0].attn.weight_dropout = 0.1
     with pytest.raises(ValueError, match=r'dropout=0\.1 .* window, pack_rows'):
         model(x, x, documents)
+
+
+def test_attention_weights_are_dropped_only_with_learned_positions(monkeypatch):
+    """As in GPT-2; with rotary positions attention keeps the kernels without dropout."""
+    probabilities, attend = [], F.scaled_dot_product_attention
+
+    def watched(*args, dropout_p, **options):
+        probabilities.append(dropout_p)
+        return attend(*args, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', watched)
+    for shape in ('gpt2', 'modern'):
+        make(shape, n_layer=1, dropout=0.25).train()(ids(1, 8))
+    assert probabilities == [0.25, 0.0]
 
 
 @pytest.mark.parametrize('channels, dtype, memory, size', [

@@ -35,11 +35,9 @@ def card_for_machine(device):
 
 def shape_of(depth):
     """Return the shape of a depth, about 128 x (depth / 4)^1.63 channels: 128 for 4 layers, 768 for 12."""
-    channels, block_size = 64, 256  # channels: of a head
+    channels, block_size = 64, 512  # channels: of a head
     if depth >= 12:
         channels, block_size = 128, 1024
-    elif depth >= 8:
-        block_size = 512
     elif depth < 4:
         channels = 32
     n_head = max(int(128 * (depth / 4)**1.63 / channels + 0.5), 1)
@@ -131,8 +129,6 @@ def choose_settings(cfg, given):
     steps = settings.pop('max_iters')  # about: the clock decides
     # 5 evaluations take about 8% of the run: without a backward pass, a third of the work of a step
     eval_tokens = 0.08 * tokens / 5 / 2 * 3
-    if cfg.pack_rows:  # FlexAttention, which attends within rows on GPUs, has no dropout
-        settings.pop('dropout', None)
     return {**settings, 'dataset': dataset, 'depth': depth, 'eval_interval': max(round(steps / 5), 1),
             'log_interval': max(round(steps / 100), 1),
             'eval_tokens': 2 ** int(min(max(math.log2(eval_tokens), 14), 20))}

@@ -103,7 +103,7 @@ def test_epochs_are_converted_to_steps_and_a_warmup_can_be_a_fraction_of_them(tr
 # depths
 
 @pytest.mark.parametrize('depth, world, width, heads, block_size', [
-    (3, 1, 96, 3, 256), (4, 3, 128, 2, 256), (8, 1, 384, 6, 512), (12, 3, 768, 6, 1024)])
+    (3, 1, 96, 3, 512), (4, 3, 128, 2, 512), (8, 1, 384, 6, 512), (12, 3, 768, 6, 1024)])
 def test_a_depth_sets_a_shape_and_a_step(depth, world, width, heads, block_size):
     values = depth_settings(depth, world)
     assert (values['n_embd'], values['n_head'], values['block_size']) == (width, heads, block_size)
