@@ -15,9 +15,9 @@ mixer = 'CAA'  # a convolution over four tokens, two layers of attention; on pro
 n_layer = 3
 n_head = 2  # of 64 channels
 n_embd = 128  # 5,292,726 parameters, 4.2 million of them for pairs of tokens
-block_size = 256
+block_size = 512  # 4% better on code than 256, and 1,024 no better
 
-batch_size = 8  # many small steps learn fastest in a short run
+batch_size = 4  # many small steps learn fastest in a short run
 gradient_accumulation_steps = 1
 time_budget = 3  # minutes
 
