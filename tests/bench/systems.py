@@ -208,7 +208,8 @@ def train_ours(job):
     flags = {}
     if card not in CARDS:
         card = 'quickstart'
-        flags = {'preset': 'modern', 'n_layer': SMALL['layers'], 'embed_lr': 0.1, 'muon_lr': 0.03}
+        flags = {'preset': 'modern', 'n_layer': SMALL['layers'], 'block_size': SMALL['context'],
+                 'batch_size': SMALL['batch'], 'embed_lr': 0.1, 'muon_lr': 0.03}
     flags = {**flags, **TRAIN[job['system']], 'data_dir': os.path.dirname(job['data']), 'seed': job['seed'],
              'dataset': os.path.basename(job['data']), 'time_budget': job['minutes'],
              'eval_interval': 10**6, 'eval_tokens': 4096, 'out_dir': out}
