@@ -82,11 +82,11 @@ class SampleConfig:
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
     max_new_tokens: int = 500  # maximum number of new tokens per sample, and of a request to --serve
-    temperature: float | None = None  # 0 always picks the most likely token; None: 0.9, 0 for eval_code
+    temperature: float | None = None  # 0 always picks the most likely token; None: 0.8, 0 for eval_code
     top_k: int | None = 200  # sample from the k most likely tokens; None: all
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
     min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
-    repetition_penalty: float = 1.0  # above 1 makes repeated tokens less likely (CTRL, arXiv 1909.05858)
+    repetition_penalty: float | None = None  # above 1: fewer repeats (arXiv 1909.05858); None: 1.15, chats 1
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
     seed: int = 1337  # of the first sample; each sample depends only on its seed and prompt
     # --- output
@@ -200,7 +200,7 @@ def chat(model, tokenizer, template, cfg):
         except ValueError as e:  # The message is too long, or has characters that the tokenizer lacks.
             print(f'note: {e}', file=sys.stderr)
             continue
-        prompt = Prompt('', '', ids, split_stops(cfg.stop, template))
+        prompt = Prompt('', '', ids, split_stops(cfg.stop, template), is_answer=True)
         for text, piece in write(model, tokenizer, [prompt], cfg):
             print(piece, end='\n' if text.finish else '', flush=True)
         turns.append(('assistant', text.text))

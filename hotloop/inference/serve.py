@@ -94,7 +94,7 @@ class Server(ThreadingHTTPServer):
         for stop in asked if isinstance(asked, list) else [asked]:
             stops.append(checked(stop, str, 'stop'))
         text = Text(Prompt('', '', ids, [stop for stop in stops if stop]), cfg.seed, self.tokenizer)
-        return Job(text, sampling_of(cfg, self.tokenizer), queue.SimpleQueue())
+        return Job(text, sampling_of(cfg, self.tokenizer, is_chat), queue.SimpleQueue())
 
     def read_settings(self, body):
         """Read the settings of a request; those that it does not have are the server's."""

@@ -19,6 +19,7 @@ class Prompt(NamedTuple):
     shown: str  # printed above its answer
     ids: list
     stops: list  # texts that end its answer
+    is_answer: bool = False  # in a template
 
 
 def make_prompts(rows, tokenizer, template, cfg):
@@ -30,7 +31,7 @@ def make_prompts(rows, tokenizer, template, cfg):
             used = choose_template(template, suited)
             shown = text if used == 'joined' else f'{text}\n'
             ids = turn_ids(tokenizer, turns, used)
-            prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used)))
+            prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used), is_answer=True))
         elif suited in (None, 'joined'):
             text = ''.join(part for part, *_ in parts_before_answer(turns, 'joined'))
             prompts.append(Prompt(given, text, prompt_ids(tokenizer, text), split_stops(cfg.stop)))
@@ -128,13 +129,16 @@ def certain_text(data, stops):
     return text[:len(text) - held_back], False
 
 
-def sampling_of(cfg, tokenizer):
-    """Return the Sampling of settings, with a temperature of 0 for eval_code and 0.9 for the rest."""
-    temperature = cfg.temperature
+def sampling_of(cfg, tokenizer, is_answer):
+    """Return the Sampling of settings. is_answer: in a template, where words may have to be repeated."""
+    temperature, penalty = cfg.temperature, cfg.repetition_penalty
     if temperature is None:
-        temperature = 0.0 if cfg.eval_code else 0.9
-    return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p,
-                    cfg.repetition_penalty, tokenizer.n_vocab, cfg.output == 'logprobs')
+        temperature = 0.0 if cfg.eval_code else 0.8
+    if penalty is None:  # without it a third of a small model's samples loop: tests/bench/LOG.md
+        is_exact = is_answer or cfg.eval_code or temperature < GREEDY_BELOW
+        penalty = 1.0 if is_exact else 1.15
+    return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p, penalty,
+                    tokenizer.n_vocab, cfg.output == 'logprobs')
 
 
 def write(model, tokenizer, prompts, cfg):
@@ -143,7 +147,7 @@ def write(model, tokenizer, prompts, cfg):
     Text after another, as soon as characters are certain. They begin with what the prompt shows,
     and the last of a Text come when it is finished.
     """
-    sampling = sampling_of(cfg, tokenizer)
+    sampling = sampling_of(cfg, tokenizer, any(prompt.is_answer for prompt in prompts))
     num_samples = cfg.num_samples
     if num_samples is None:
         num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3

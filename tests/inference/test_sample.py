@@ -19,7 +19,7 @@ from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.inference.generate import Sampling
 from hotloop.inference.quantize import Int8Linear
-from hotloop.inference.texts import certain_text, split_stops
+from hotloop.inference.texts import certain_text, sampling_of, split_stops
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 
@@ -133,6 +133,15 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
     draw(output='logprobs', start='a', quantize='int8', **flags)
     assert calls[0].sampling == Sampling(**flags, vocab=257, logprobs=True)
     assert calls[0].prompts == [[256, 97]] and isinstance(calls[0].model.lm_head, Int8Linear)
+
+
+@pytest.mark.parametrize('flags, is_answer, temperature, penalty', [
+    ({}, False, 0.8, 1.15), ({}, True, 0.8, 1.0), (dict(temperature=0), False, 0.0, 1.0),
+    (dict(eval_code='x'), False, 0.0, 1.0), (dict(eval_code='x', temperature=0.8), False, 0.8, 1.0),
+    (dict(repetition_penalty=1.3), True, 0.8, 1.3)])
+def test_texts_have_a_penalty_and_answers_have_none(flags, is_answer, temperature, penalty):
+    sampling = sampling_of(sample.SampleConfig(**flags), ByteTokenizer(), is_answer)
+    assert (sampling.temperature, sampling.repetition_penalty) == (temperature, penalty)
 
 
 @pytest.mark.parametrize('stop, data, expected, stopped', [
