@@ -15,7 +15,7 @@ mixer = 'CAA'  # a convolution over four tokens, two layers of attention; on pro
 n_layer = 3
 n_head = 2  # of 64 channels
 n_embd = 128  # 5,292,726 parameters, 4.2 million of them for pairs of tokens
-block_size = 256  # 512 reach 5% less, but their short samples loop: tests/bench/LOG.md
+block_size = 256  # with 512 the loss is 5% lower, but short samples loop: tests/bench/LOG.md
 
 batch_size = 8  # many small steps learn fastest in a short run
 gradient_accumulation_steps = 1

@@ -118,7 +118,7 @@ def choose_settings(cfg, given):
     device, _ = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
     flops = measure_flops(device, dtype)
-    if device.type == 'cpu':
+    if device.type == 'cpu' and dtype != torch.float32:
         # bf16 units hasten matrix products alone; the rest of a small model's step takes half as long, since
         # it moves half as many bytes
         flops = min(flops, 2 * measure_flops(device, torch.float32))
