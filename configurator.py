@@ -113,7 +113,7 @@ def read_file(path, settings):
         return [f'{path!r} is neither a config file (NAME.py) nor a setting (--name=value){hint}']
     if not os.path.exists(path):
         return [f'{path} does not exist{hint}']
-    namespace = Assigned({name: value for name, (value, _) in settings.items()})
+    namespace = Assigned({'__file__': path, **{name: value for name, (value, _) in settings.items()}})
     namespace.lines = {}
     try:
         source = Path(path).read_text(encoding='utf-8-sig')  # editors may write a byte-order mark

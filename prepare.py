@@ -154,11 +154,12 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot)
     splits = write_bins(folder, batches, id_type(tokenizer), template is not None)
     if skipped:
-        print(f'skipped {counted(skipped.total(), "row")} without text, answer or the form of the template')
+        print(f'skipped {counted(skipped.total(), "row")} without text or answer, or that the template '
+              'cannot write, such as calls of tools')
     for name, counts in splits.items():
         if not counts['bytes']:
             raise ValueError(f'there is no text for the {name} split with val={cfg.val!r}; --val names a '
-                             'fraction or a validation source, --text_field the field of a text')
+                             'validation source, --text_field the field of a text')
     return {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
             'splits': splits, 'template': template}
@@ -183,7 +184,7 @@ def main(argv=None):
     sources = sources or ['stdlib']
     cfg = resolve(cfg, sources)
     folder = os.path.normpath(os.path.join(cfg.data_dir, cfg.name))
-    if os.path.exists(folder) and not os.path.isfile(os.path.join(folder, 'meta.json')):
+    if os.path.lexists(folder) and not os.path.isfile(os.path.join(folder, 'meta.json')):
         raise ValueError(f'{folder} exists and was not created by prepare.py; choose another --name')
     with dataset.partial_folder(folder) as partial:
         found = find_tokenizer(cfg.tokenizer, cfg.data_dir)  # errors before downloads

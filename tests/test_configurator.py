@@ -112,7 +112,7 @@ import numpy as np
 wandb_run_name = 'ft-' + str(time.time())
 min_lr = learning_rate / 10  # the default: this file sets it later
 learning_rate = np.float32(0.5)
-_half = 0.5
+_half = 0.5 if __file__.endswith('.py') else 0
 def double(n):
     dtype = 2
     return dtype * n

@@ -45,13 +45,9 @@ def learn_merges(word_counts, num_tokens):
             tokens.append(merged)
         change = Counter()
         for i in words_with.pop(pair):
-            for p in pairwise(words[i]):
-                change[p] -= counts[i]
-            words[i] = merge(words[i], pair, new)
-            for p in pairwise(words[i]):
-                change[p] += counts[i]
-                if new in p:
-                    words_with[p].add(i)
+            words[i], added = merge(words[i], pair, new, counts[i], change)
+            for p in added:
+                words_with[p].add(i)
         for p, difference in change.items():
             pairs[p] += difference
             if difference > 0:
@@ -71,15 +67,29 @@ def count_words(texts):
     return dict(counts.most_common(MAX_WORDS))
 
 
-def merge(word, pair, new):
-    """Replace each occurrence of the pair in a word, from the left, by the token `new`."""
+def merge(word, pair, new, count, change):
+    """
+    Replace each occurrence of the pair in a word, from the left, by the token `new`. Adds the changes of
+    the counts of pairs to `change`, only where the word changes: in Chinese a word is a clause. Returns
+    the word and its new pairs, of which some may be gone again.
+    """
+    first, second = pair
     merged = []
-    i = 0
-    while i < len(word):
-        if word[i] == pair[0] and i + 1 < len(word) and word[i + 1] == pair[1]:
-            merged.append(new)
-            i += 2
-        else:
-            merged.append(word[i])
-            i += 1
-    return merged
+    added = set()
+    done = 0  # tokens that are copied or replaced
+    for i, token in enumerate(word):
+        if token != second or i <= done or word[i - 1] != first:
+            continue
+        merged += word[done:i - 1]
+        done = i + 1
+        change[pair] -= count
+        if merged:
+            change[merged[-1], first] -= count
+            change[merged[-1], new] += count
+            added.add((merged[-1], new))
+        if done < len(word):
+            change[second, word[done]] -= count
+            change[new, word[done]] += count
+            added.add((new, word[done]))
+        merged.append(new)
+    return merged + word[done:], added

@@ -18,6 +18,10 @@ OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'bin
 MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
 
 
+class UnknownRole(ValueError):
+    """A message that no template can write, such as one of a tool."""
+
+
 class Template(NamedTuple):
     """Texts before and after the turns of each role, and how turns are put together."""
     system: tuple = ('', '')
@@ -55,7 +59,10 @@ def parts_of(row, where, template, text_field=None):
     Return the parts [(text, markup, counts)] of the document in a row, or None if it has no text or
     no answer or cannot be written in the template. template: a name, or None if rows are texts.
     """
-    suited, turns = read_row(row, where, text_field)
+    try:
+        suited, turns = read_row(row, where, text_field)
+    except UnknownRole:
+        return None
     if suited is None:
         text = text_of(as_object(row, where), where, text_field)
         if not text or template:
@@ -91,7 +98,8 @@ def read_row(row, where, text_field=None):
     Read a row of instruction data: messages (a chat), instruction and output (Alpaca), or prompt or
     question and completion or answer. where: file and line, for errors. Returns (the template that
     suits the row, its turns [(role, text)]), or (None, []) for a text. text_field: the field of a
-    text, or those of a prompt and its completion, with a comma between.
+    text, or those of a prompt and its completion, with a comma between. Raises ValueError, as
+    UnknownRole for a chat that no template can write.
     """
     row = as_object(row, where)
     if text_field:
@@ -138,11 +146,11 @@ def turn_of(message, where):
     """Return (role, text) of a message of a chat, as OpenAI or ShareGPT writes it."""
     message = as_object(message, where)
     role = message.get('role') or message.get('from')
-    role = OTHER_ROLES.get(str(role), role)
+    role = OTHER_ROLES.get(str(role).lower(), str(role).lower())
     if role not in SPEAKERS:
-        raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
+        raise UnknownRole(f'{where}: a message has the role {role!r}; expected system, user or assistant')
     if message.get('tool_calls') or message.get('function_call'):
-        raise ValueError(f'{where}: a message calls tools, which the chat templates do not have')
+        raise UnknownRole(f'{where}: a message calls tools, which the chat templates do not have')
     content = message.get('content') or message.get('value')
     if isinstance(content, list):  # OpenAI's parts, of which an image has no text
         texts = [part.get('text') if isinstance(part, dict) else None for part in content]

@@ -205,7 +205,7 @@ def open_datasets(dataset, data_dir):
     datasets = []
     weighted = ':' in dataset
     for word in dataset.split(','):
-        name, _, weight = word.partition(':')
+        name, _, weight = word.strip().partition(':')
         folder = os.path.join(data_dir, name)
         for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
             if not os.path.exists(path):

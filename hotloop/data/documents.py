@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hotloop.data.chat import ROW_FIELDS, TASK_FIELDS, choose_template, parts_of, read_row
+from hotloop.data.chat import ROW_FIELDS, TASK_FIELDS, UnknownRole, choose_template, parts_of, read_row
 from hotloop.system.files import json_lines, optional, parse_json
 
 PIECE = 1 << 20  # characters tokenized at a time
@@ -67,7 +67,8 @@ def open_text(path):
         with opener(path, 'rt', encoding='utf-8-sig', newline='\n') as f:
             yield f
     except UnicodeDecodeError as e:
-        raise ValueError(f'{path} is not UTF-8 text: {e}; convert it with iconv -f utf-16 (or latin1) '
+        raise ValueError(f'{path} is not UTF-8 text: {e.reason} {e.object[e.start]:#x}; convert it with '
+                         'iconv -f utf-16 (or latin1) -t utf-8, or drop damaged bytes with iconv -c -f utf-8 '
                          '-t utf-8') from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
         raise ValueError(f'{path} cannot be read: {e}') from None
@@ -84,6 +85,13 @@ def has_separators(path):
     """Test whether a separator stands alone on a line of the first megabyte."""
     first = next(text_blocks(path), '')
     return SEPARATOR in map(str.strip, first.split('\n'))
+
+
+def has_rows(path):
+    """Test whether a .json file is a list of objects or texts, or has an object on each line."""
+    first = next(text_blocks(path), '')
+    # no single object contains }, a line break and {
+    return re.match(r'\s*(\[\s*["{]|\{.*\}\s*\n\s*\{)', first, re.DOTALL) is not None
 
 
 # -----------------------------------------------------------------------------
@@ -216,14 +224,11 @@ def csv_rows(lines, path):
 
 
 def json_rows(text, path):
-    """Yield (where, row) of a .json file: of a list of rows, or of lines; anything else is one text."""
-    if text.startswith('{') and re.search(r'\}\r?\n\{', text):  # in no single object
+    """Yield (where, row) of the text of a .json file: a list of rows, or a row on each line."""
+    if not text.lstrip().startswith('['):
         yield from json_lines(text.split('\n'), path, AS_TEXT)
         return
-    rows = [text]  # package.json, for example, is a text
-    if text.lstrip().startswith('['):
-        rows = parse_json(text, path, AS_TEXT)
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(parse_json(text, path, AS_TEXT), 1):
         yield f'{path}, element {number}', row
 
 
@@ -283,7 +288,10 @@ def template_of(files, asked='auto', text_field=None, of_model=None):
         if file.kind in ('text', 'texts', 'joined'):
             continue
         for where, row in rows_in(file, text_field):
-            suited, _ = read_row(row, where, text_field)
+            try:
+                suited, _ = read_row(row, where, text_field)
+            except UnknownRole:
+                continue
             if asked == 'auto' and suited and of_model and file.kind != 'functions':
                 return of_model  # Functions are continued.
             return choose_template(asked, suited)
@@ -337,25 +345,33 @@ class Holdout(NamedTuple):
 def plan_holdout(files, val_files, fraction, seed, read):
     """
     Return the Holdout of these files, of which read(files) yields the Pieces. One document is cut at
-    a character. Of several, those with the lowest hashes are held out, up to the fraction of bytes;
-    rows are read once more for this. Of many, each is held out with that probability.
+    a character, also the only one among rows. Of several, those with the lowest hashes are held out, up
+    to the fraction of bytes; rows are read once more for this. Of many, each is held out with that
+    probability.
     """
     if val_files:
         return Holdout()
     if is_document(files):
-        length = sum(len(piece.parts[0][0]) for piece in read(files))
-        return Holdout(cut=int(length * (1 - fraction)))
+        return cut_at(fraction, read(files))
     sizes = Counter()
     for key, size in document_sizes(files, read):
         sizes[holdout_hash(key, seed)] += size
         if len(sizes) > MANY:
             return Holdout(is_held_out=lambda key: holdout_hash(key, seed) < fraction)
+    if len(sizes) == 1 and [piece.row for piece in read(files) if piece.start] == [None]:  # one, a text
+        return cut_at(fraction, read(files))
     held_out = hold_out(sizes, fraction)
     share = sum(sizes[key] for key in held_out) / max(sizes.total(), 1)
     if not fraction / 2 <= share <= 2 * fraction:
         print(f'note: {share:.1%} of the text is held out, not {fraction:.1%}, because documents are held '
               'out whole; --val=FILE names a validation text')
     return Holdout(is_held_out=lambda key: holdout_hash(key, seed) in held_out)
+
+
+def cut_at(fraction, pieces):
+    """Return the Holdout of the last fraction of the characters of one text."""
+    length = sum(len(piece.parts[0][0]) for piece in pieces)
+    return Holdout(cut=int(length * (1 - fraction)))
 
 
 def document_sizes(files, read):

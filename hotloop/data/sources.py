@@ -10,7 +10,7 @@ import sysconfig
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from hotloop.data.documents import OPENERS, has_separators
+from hotloop.data.documents import OPENERS, has_rows, has_separators
 from hotloop.data.download import download, hub_folder
 from hotloop.system.files import optional
 from hotloop.system.text import counted, script, shell
@@ -151,12 +151,14 @@ def download_source(url, data_dir):
 
 
 def open_file(path, name, format='auto'):
-    """Make the File of a path. Its kind is the format or, if auto, follows its suffix."""
+    """Make the File of a path. Its kind is the format or, if auto, follows its suffix and content."""
     if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar|arrow|pdf|docx?|epub)$', name.lower()):
         raise ValueError(f'{name} cannot be read; unpack it, or convert it to text or rows')
     kind = format
     if format == 'auto':
         kind = KINDS.get(suffix_of(name), 'text')
+        if kind == 'json' and not has_rows(path):  # package.json, for example
+            kind = 'text'
     if kind == 'text' and has_separators(path):
         kind = 'texts'
     return File(path, name, kind)

@@ -33,8 +33,8 @@ anybody can judge another idea. A gain is the mean difference in bits per byte o
 its standard error; tokens/s is the ratio of speeds, which other work on the machine disturbs at equal
 steps. Single runs ruled out more ideas: scalars of x0_mix (T3), Muon by head (T4), other logits (T5), EMA-
 Nesterov (T8), cautious decay (T9), momentum that rises (T10), the next token's prefix (T12), XSA (T14),
-Polar Express and NorMuon (T15), averaging (T17), a skip (T18), a split pattern (T19), Backout (T22), leaky
-ReLU^2 (T25); [LOG.md](LOG.md) has them.
+Polar Express and NorMuon (T15), averaging (T17), a skip (T18), a split pattern (T19), a growing batch
+(T20), Backout (T22), leaky ReLU^2 (T25); [LOG.md](LOG.md) has them.
 """
 BOARD = os.path.join(ROOT, 'tests', 'bench', 'leaderboard.jsonl')
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotloop.data.chat import TEMPLATES, choose_template, parts_of, read_row, render
+from hotloop.data.chat import TEMPLATES, choose_template, parts_of, prompt_of, read_row, render
 from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer
 
@@ -90,8 +90,6 @@ def test_a_row_without_text_or_answer_has_no_document(row):
     ([1], r'a row must be an object or a string, not \[1\]'),
     ({'title': 'a', 'n': 3}, r"has no field 'text', only title, n; .*--text_field of prepare"),
     ({'text': 3}, "field 'text' must be a string, not 3"),
-    ({'messages': [{'role': ['user'], 'content': 'hi'}]}, r"a message has the role \['user'\]"),
-    ({'messages': [{'role': 'assistant', 'content': None, 'tool_calls': [{}]}]}, 'a message calls tools'),
     ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a string, not \["a"\]'),
     ({'messages': [{'role': 'user', 'content': [{'type': 'image', 'text': None}]}]}, 'must be a string'),
     ({'question': 'a', 'answer': 'b', 'context': {'title': 'c'}}, '--text_field=question,answer'),
@@ -99,6 +97,16 @@ def test_a_row_without_text_or_answer_has_no_document(row):
 def test_a_bad_row_is_named_with_its_place(row, words):
     with pytest.raises(ValueError, match=f'^a.jsonl, line 1.*{words}'):
         parts_of(row, 'a.jsonl, line 1', 'chatml')
+
+
+@pytest.mark.parametrize('message, words', [
+    ({'role': 'tool', 'content': '42'}, "a message has the role 'tool'"),
+    ({'role': 'assistant', 'content': None, 'tool_calls': [{}]}, 'a message calls tools')])
+def test_a_chat_with_tools_is_skipped_in_data_and_refused_in_a_prompt(message, words):
+    row = {'messages': [ASK, message]}
+    assert parts_of(row, 'line 1', 'chatml') is None
+    with pytest.raises(ValueError, match=f'^line 1: {words}'):
+        prompt_of(row, 'line 1')
 
 
 def test_a_row_that_the_template_cannot_write_has_no_document():

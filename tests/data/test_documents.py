@@ -77,7 +77,7 @@ def test_a_cut_or_damaged_file_is_named(tmp_path):
 
 def test_text_is_utf8_with_or_without_a_byte_order_mark(tmp_path):
     (tmp_path / 'a.txt').write_bytes(b'x' * (1 << 20) + b'caf\xe9 noir ' * 3)  # beyond the first block
-    with pytest.raises(ValueError, match=r'a\.txt is not UTF-8 text: .* 0xe9 .* iconv'):
+    with pytest.raises(ValueError, match=r'a\.txt is not UTF-8 text: .* byte 0xe9; .* iconv'):
         read(tmp_path / 'a.txt')
     for name, text in (('a.txt', '\ufeffx\ufeff'), ('b.jsonl', '\ufeff{"text": "x\ufeff"}')):
         (tmp_path / name).write_text(text, encoding='utf-8')
@@ -186,6 +186,10 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
     assert read(path) == ROWS
     path.write_text('{"data": [\n{"text": "some"}]}')  # as in folders of source code
     assert read(path) == ['{"data": [\n{"text": "some"}]}']
+    path.write_text('[[1.5, 2], [3, 4]]')
+    assert read(path) == ['[[1.5, 2], [3, 4]]']
+    path.write_text('\n{"text": "a"} \n\n{"text": "b"}\n')
+    assert read(path) == ['a', 'b']
 
 
 @pytest.mark.parametrize('name, data, words', [
@@ -204,7 +208,8 @@ def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):
     ([{'text': 'a'}], 'auto', 'chatml', None), ([{'prompt': 'a', 'completion': 'b'}], 'auto', None, 'joined'),
     ([{'prompt': 'a', 'completion': 'b'}], 'auto', 'gemma', 'gemma'),
     ([{'prompt': 'a', 'completion': 'b'}], 'llama3', 'gemma', 'llama3'),
-    ([{'messages': []}, {'prompt': 'a', 'completion': 'b'}], 'auto', None, 'chatml')])
+    ([{'messages': []}, {'prompt': 'a', 'completion': 'b'}], 'auto', None, 'chatml'),
+    ([{'messages': [{'role': 'tool'}]}, {'prompt': 'a', 'completion': 'b'}], 'auto', None, 'joined')])
 def test_a_dataset_has_one_template(tmp_path, rows, asked, of_model, expected):
     """That of the settings, else of the model, else what suits the first row. Texts have none."""
     (tmp_path / 'a.jsonl').write_bytes(as_jsonl(rows))

@@ -97,6 +97,15 @@ def test_a_folder_is_a_document_a_file_and_each_ends_with_the_end_of_text(notes,
     assert meta['eot'] == tokenizer_from(meta['tokenizer']).eot == meta['vocab_size'] - 1
 
 
+def test_the_only_document_among_rows_is_cut_at_a_character(tmp_path, make):
+    (tmp_path / 'a.jsonl').write_text('{"text": "0123456789"}\n{"text": ""}\n')
+    assert make(tmp_path / 'a.jsonl')[0] == {'train': ['012345678'], 'val': ['9']}
+    for row in ('{"prompt": "a", "completion": "b"}\n', '{"text": "equal"}\n{"text": "equal"}\n'):
+        (tmp_path / 'a.jsonl').write_text(row)
+        with pytest.raises(ValueError, match=r'no text for the val split with val=0\.1'):
+            make(tmp_path / 'a.jsonl')
+
+
 def test_the_same_input_gives_the_same_bytes_and_the_seed_splits(notes, make, tmp_path, monkeypatch):
     def made(name, **settings):
         make(notes, name=name, tokenizer='bpe:300', **settings)
