@@ -49,7 +49,7 @@ from hotloop.weights.gguf import export_gguf
 from model import GPT, positions_in
 
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
-          'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
+          'top_k': (1, math.inf), 'top_p': (0, 1), 'min_p': (0, 1),
           'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
           'serve': (0, 65535)}  # 0: False
 # the settings of drawn texts, and those that each command does not use
@@ -144,7 +144,7 @@ def sample(model, tokenizer, template, cfg):
     if cfg.start == '\n' and '\n' not in getattr(tokenizer, 'chars', '\n'):  # trained on rows of one line
         rows = [prompt_of('', '')]
     if template in CHATS and cfg.template == 'auto' and rows and rows[0][2] is None:
-        print(f'note: this model was tuned for chat; give --chat, or --template={template} for one question',
+        print(f'note: this model has a chat template: give --chat, or --template={template} for one question',
               file=sys.stderr)
     for text, piece in write(model, tokenizer, make_prompts(rows, tokenizer, template, cfg), cfg):
         if cfg.output == 'text':

@@ -644,9 +644,14 @@ def execute(run, settings, meta):
     stop = StopRequest(env)
     resumed_at = run.state.iter_num if latest else None
     checkpoints = Checkpoints(cfg.out_dir, resumed_at, cfg.mirror_dir, run.state.best_val_loss)
-    locks = []
+    locks, refused = [], None
     if env.rank == 0:
-        locks = open_folders(run, schedule, checkpoints, latest)
+        try:
+            locks = open_folders(run, schedule, checkpoints, latest)
+        except ValueError as e:
+            refused = e
+    if env.any(refused is not None):
+        raise refused or SystemExit(1)  # rank 0 says why
     log = Log(cfg, run.record['config'], env, resumed_at)
     if not latest:
         log.start(run.model, run.record, [settings.model, settings.lora, cfg])

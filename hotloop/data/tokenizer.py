@@ -45,8 +45,10 @@ class Tokenizer:
 
     @cached_property
     def sizes(self):
-        """Count the UTF-8 bytes of each id, (n_vocab,) int64, for bits per byte."""
-        return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
+        """Count the UTF-8 bytes of each id, (n_vocab,) int64, for bits per byte. Special ids are no text."""
+        sizes = np.array([len(piece) for piece in self.pieces], dtype=np.int64)
+        sizes[list(self.specials.values())] = 0
+        return sizes
 
     @cached_property
     def specials(self):

@@ -101,6 +101,7 @@ def read_task(row, where, is_chat):
 
 def judge(task, seed, answer, run):
     """Judge an answer. run: run its tests, in a child process. Returns a Verdict."""
+    answer = answer.rpartition('</think>')[2]
     code = first_fence(answer)
     program = complete(task, answer, code)
     parses = is_code(program, task.entry) and code.split() != first_fence(task.prompt).split()
@@ -120,7 +121,9 @@ def complete(task, answer, code):
     """Return the program of an answer: after the prompt that it continues, or alone."""
     if not task.entry:
         return textwrap.dedent(code)  # A fence in a list is indented.
-    repeats = re.search(rf'^(async )?def {re.escape(task.entry)}\b', code, re.MULTILINE)
+    repeats = re.search(rf'^[ \t]*(async )?def {re.escape(task.entry)}\b', code, re.MULTILINE)
+    if repeats:
+        code = textwrap.dedent(code)
     if code == answer and not repeats:
         return task.prompt + answer
     return f'{task.prompt}\n{code}'  # A repeated function replaces the prompt's, but not its imports.

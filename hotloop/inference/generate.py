@@ -27,6 +27,7 @@ class Sampling:
     top_p: float | None = None  # only the smallest set of most probable ids that has this probability
     min_p: float | None = None  # only ids with at least this share of the highest probability
     repetition_penalty: float = 1.0  # divides positive logits of ids that occurred, multiplies negative ones
+    bos: int | None = None  # the id that begins every text; it stays when the oldest tokens are dropped
     vocab: int | None = None  # ids from here on are padding of the vocabulary and are never drawn
     logprobs: bool = False  # compute each token's log-probability: the model's own, before any limit
 
@@ -111,6 +112,13 @@ def compile_step(model):
     return step
 
 
+def last_tokens(prompt, size, bos):
+    """Return the last `size` ids of a prompt, after its bos if it begins with one."""
+    if len(prompt) > size > 1 and prompt[0] == bos:
+        return [bos, *prompt[1 - size:]]
+    return list(prompt[-size:])
+
+
 class Row(NamedTuple):
     """The state of one row of the batch on the host."""
     sequence: int
@@ -134,12 +142,13 @@ def prefill(model, contexts):
     return cache, model(torch.tensor(padded, device=device), cache=cache)
 
 
-def slide(model, cache, rows):
-    """Drop the oldest eighth of each full context and compute the rest again."""
+def slide(model, cache, rows, bos):
+    """Drop the oldest eighth of each full context, but a bos, and compute the rest again."""
     size = model.config.block_size
     full = [index for index, row in enumerate(rows) if len(row.context) > size]
     for index in full:
-        del rows[index].context[:max(size // 8, 1)]
+        first = int(rows[index].context[0] == bos and size > 1)
+        del rows[index].context[first:first + max(size // 8, 1)]
     if full:
         filled, _ = prefill(model, [rows[index].context[:-1] for index in full])
         cache.put(full, filled, slice(None))
@@ -171,7 +180,7 @@ def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False)
     """
     size, device = model.config.block_size, model.cos.device
     stopped = set() if stopped is None else stopped
-    contexts = [list(prompt[-size:]) for prompt in prompts]
+    contexts = [last_tokens(prompt, size, sampling.bos) for prompt in prompts]
     assert all(contexts), 'a prompt is empty'
     if sampling.max_new_tokens < 1 or not contexts:
         return
@@ -202,5 +211,5 @@ def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False)
             rows = [rows[index] for index in alive]
             tokens, seen = tokens[alive], seen[alive]
             cache.select(alive)
-        slide(model, cache, rows)
+        slide(model, cache, rows, sampling.bos)
         drawn = step(model, cache, tokens, seen, uniform_numbers(rows, device), sampling)

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from configurator import accept
 from hotloop.data.chat import CHATS, TEMPLATES, check_text, read_row
@@ -167,11 +168,12 @@ class Handler(BaseHTTPRequestHandler):
             page = Path(__file__).with_name('page.html').read_bytes()
             page = page.replace(b'<script>', f'<script nonce="{nonce}">'.encode())
             self.send(200, page, 'text/html; charset=utf-8', Content_Security_Policy=POLICY.format(nonce))
-        elif self.path == '/v1/models':
+        elif unquote(self.path) in ('/v1/models', f'/v1/models/{server.name}'):
             model = {'id': server.name, 'object': 'model', 'created': 0, 'owned_by': 'hotloop',
                      'chat': server.template in CHATS, 'context': server.model.config.block_size,
                      'max_tokens': server.cfg.max_new_tokens}
-            self.send(200, {'object': 'list', 'data': [model]})
+            is_list = self.path == '/v1/models'
+            self.send(200, {'object': 'list', 'data': [model]} if is_list else model)
         else:
             self.send_error(404, f'{self.path} does not exist; GET has / and /v1/models')
 

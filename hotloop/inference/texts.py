@@ -138,7 +138,7 @@ def sampling_of(cfg, tokenizer, is_answer):
         is_exact = is_answer or cfg.eval_code or temperature < GREEDY_BELOW
         penalty = 1.0 if is_exact else 1.15
     return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p, penalty,
-                    tokenizer.n_vocab, cfg.output == 'logprobs')
+                    tokenizer.bos, tokenizer.n_vocab, cfg.output == 'logprobs')
 
 
 def write(model, tokenizer, prompts, cfg):

@@ -21,7 +21,7 @@ from hotloop.training.optim import matrix_rows
 from hotloop.training.schedule import plan_schedule
 from hotloop.training.shard import set_blocks
 from hotloop.weights.families import model_args_from
-from hotloop.weights.load import GPT2_SHAPES, shape_of
+from hotloop.weights.load import shape_of
 from hotloop.weights.lora import add_adapters, trainable
 
 MARGIN = 0.93  # usable share of the memory; the rest is CUDA's own and fragments
@@ -186,8 +186,6 @@ def model_args_of(settings):
     cfg = settings.train
     if settings.latest:
         return settings.latest.checkpoint['model_args']
-    if cfg.init_from in GPT2_SHAPES:
-        return GPT2_SHAPES[cfg.init_from]
     if cfg.init_from in PUBLISHED:
         return model_args_from(PUBLISHED[cfg.init_from], cfg.init_from)
     return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from)

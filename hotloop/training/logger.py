@@ -86,6 +86,12 @@ def print_length(cfg, schedule, state, batches):
         if cfg.max_epochs is not None or cfg.max_iters != type(cfg).max_iters:
             length += f' or {counted(steps, "step")}, whichever ends first'
     print0(f'run: {length}, into {cfg.out_dir}')
+    if schedule.kind != 'constant' and cfg.min_lr > cfg.learning_rate:
+        print0(f'note: min_lr={cfg.min_lr} is above learning_rate={cfg.learning_rate}, so the rate rises '
+               'at the end; give a lower --min_lr')
+    if schedule.kind != 'constant' and schedule.warmup_iters >= steps:
+        print0(f'note: the run ends within its warmup of {counted(schedule.warmup_iters, "step")}; give '
+               'a lower --warmup_iters')
     if state.iter_num >= steps:
         clock = '' if cfg.time_budget is None else ' --time_budget=None'
         print0(f'nothing to do: the run is at step {state.iter_num:,} of {steps:,}; to train '

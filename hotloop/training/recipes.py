@@ -14,7 +14,7 @@ CARDS = ((36, 'a100_fast', 'wikitext103'), (21.6, 'vram_24gb', 'wikitext103'),
          (14.4, 'vram_16gb', 'wikitext103'), (7.2, 'vram_8gb', 'wikitext103'),
          (0, 'quickstart', 'stdlib'))
 # a command that gives one of these settings describes its own model
-SHAPE = {'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
+SHAPE = {'n_layer', 'n_head', 'n_embd', 'optimizer'}
 DEPTHS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # that a time budget chooses from
 MANY_EPOCHS = 5  # from which on a small model gains by dropout, which costs a fifth of its speed
 TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (arXiv 2203.15556)
@@ -117,6 +117,8 @@ def choose_settings(cfg, given):
         text_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
     device, _ = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
+    if cfg.deterministic is True:
+        os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS at its first product
     flops = measure_flops(device, dtype)
     if device.type == 'cpu' and dtype != torch.float32:
         # bf16 units hasten matrix products alone; the rest of a small model's step takes half as long, since

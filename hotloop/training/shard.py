@@ -37,6 +37,7 @@ def set_blocks(model, recompute, compiles=False):
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws, **keep)
     if compiles:
         torch._dynamo.config.optimize_ddp = False  # it would split a block at the end of a bucket
+        torch._dynamo.config.recompile_limit = 64  # of kinds of blocks; beyond 8 they would stay eager
         run = torch.compile(run, dynamic=False)  # compiled once for all blocks
         model.loss = torch.compile(model.loss, dynamic=False)
     for block in blocks:

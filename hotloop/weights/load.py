@@ -72,8 +72,7 @@ def load_run(source):
     if 'lora' in rest:
         lora = rest['lora']
         base = open_base(lora, path)
-        if WPE in base.weights:  # the run may have shortened the context
-            base.weights[WPE] = base.weights[WPE][:model_args['block_size']]
+        model_args['block_size'] = base.model_args['block_size']  # the run may have read shorter texts
         rest |= {'sha256': hash_weights(weights, lora['sha256']),
                  'hf_config': base.checkpoint.get('hf_config')}
         weights = merged(base.weights | embeddings_of(weights), adapters_of(weights, lora['parts']),
@@ -146,10 +145,13 @@ def load_adapter(folder):
             'template': record['template'] or template_of(folder) or base.checkpoint.get('template')}
     matrices = swap_nanochat(adapter.matrices, base.checkpoint.get('hf_config'), base.model_args)
     weights = merged(base.weights | adapter.embeddings, matrices, adapter.scale, record['quantize'])
-    model_args = dict(base.model_args)
+    model_args = {**base.model_args, 'vocab_size': len(weights[WTE])}  # that of embeddings saved by peft
     if adapter.embeddings and not torch.equal(weights[WTE], weights[HEAD]):
         model_args['tie'] = False  # peft unties a tied pair
-    return Weights(folder, model_args, weights, record['tokenizer'] or base.tokenizer, rest)
+    spec = record['tokenizer']
+    if not spec and os.path.exists(os.path.join(folder, 'tokenizer.json')):  # with tokens for its chats
+        spec = read_tokenizer_json(folder).spec()
+    return Weights(folder, model_args, weights, spec or base.tokenizer, rest)
 
 
 def open_base(record, path):
@@ -242,6 +244,8 @@ def check_start(name):
 
 def shape_of(source):
     """Read the model_args of a source without a download. Raises ValueError if it is not here."""
+    if source in GPT2_SHAPES:
+        return GPT2_SHAPES[source]
     if is_adapter(source):
         return shape_of(base_of(source)['base'])
     path = os.path.join(source, 'config.json')

@@ -53,6 +53,7 @@ def test_the_first_fenced_block_is_the_code(answer, code):
     (ADD, '    exit()', 'exit status 0 before the end'), (ADD, '    pass', 'not code'), (ADD, '', 'not code'),
     (ADD, '    """Text."""\n    ...', 'not code'), (ADD, ADD['prompt'], 'not code'),
     (ADD, '    return (', 'not code'), (SQUARE, SQUARE['code'], 'passed'),
+    (ADD, '<think>\n```\na\n```</think>\n- so:\n  ```\n  def add(a, b):\n    return a + b\n  ```', 'passed'),
     (SANITIZED, SQUARE['code'], 'passed'), (SQUARE, 'def sq(x):\n    return x', 'AssertionError'),
     (SHORTEN, 'x = 1', 'not code'), (SHORTEN, 'x = 2', None)])
 def test_an_answer_passes_if_its_program_and_the_tests_run(row, answer, outcome):

@@ -80,6 +80,18 @@ def test_prompts_longer_than_the_context_keep_their_end_and_no_tokens_are_no_ste
     assert run(make(), [ids(40)], 5, temperature=0) == run(make(), [ids(40)[-16:]], 5, temperature=0)
 
 
+def test_a_bos_stays_when_the_oldest_tokens_are_dropped():
+    """Llama and Gemma have learned to attend to it."""
+    model, bos, context, expected = make(), 60, ids(40), []
+    kept = context[-15:]
+    for _ in range(24):
+        if len(kept) > 15:
+            kept = kept[2:]
+        expected.append(next_logits(model, [bos, *kept]).argmax().item())
+        kept.append(expected[-1])
+    assert run(model, [[bos, *context]], 24, temperature=0, bos=bos) == [expected]
+
+
 @pytest.mark.parametrize('shape', SHAPES)
 def test_a_ragged_batch_equals_its_rows_alone(shape, fixed_shapes):
     """Token for token, past the context, with sequences that end on the way; at fixed shapes too."""

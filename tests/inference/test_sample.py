@@ -105,7 +105,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
 @pytest.mark.parametrize('flags, words', [
     (dict(start='abéx'), "'xé'"), (dict(chat=True), 'template of the model is not known'),
     (dict(run_code=True), 'run_code=True needs eval_code'), (dict(score='a', chat=True), 'score and chat'),
-    (dict(top_p=1.5, min_p=0), 'top_p=1.5 must be from 1e-06 to 1\nmin_p=0.0'),
+    (dict(top_p=1.5, min_p=-1), 'top_p=1.5 must be from 0 to 1\nmin_p=-1.0'),
     (dict(device='tpu'), "device='tpu'"), (dict(out_dir='none'), "'none' does not exist"),
     (dict(compile=True), 'compile=True')])
 def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):
@@ -131,7 +131,7 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
     calls = play(monkeypatch, 2)
     flags = dict(max_new_tokens=3, temperature=0.5, top_k=None, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
     draw(output='logprobs', start='a', quantize='int8', **flags)
-    assert calls[0].sampling == Sampling(**flags, vocab=257, logprobs=True)
+    assert calls[0].sampling == Sampling(**flags, bos=256, vocab=257, logprobs=True)
     assert calls[0].prompts == [[256, 97]] and isinstance(calls[0].model.lm_head, Int8Linear)
 
 

@@ -276,6 +276,8 @@ def test_one_connection_takes_many_requests(servers):
     connection.request('GET', '/v1/models')
     model, = json.loads(connection.getresponse().read())['data']
     assert (model['id'], model['chat'], model['context'], model['max_tokens']) == ('base', False, 160, LONG)
+    connection.request('GET', '/v1/models/base')
+    assert json.loads(connection.getresponse().read()) == model
 
 
 # -----------------------------------------------------------------------------

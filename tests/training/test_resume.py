@@ -89,6 +89,9 @@ def test_resume_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, mon
     assert (contents(tmp_path), os.stat(tmp_path / 'out' / 'ckpt.pt').st_mtime_ns) == before
     remedy = 'to train further, give --max_iters=N\n'
     assert f'nothing to do: the run is at step 10 of 10; {remedy}' in capsys.readouterr().out
+    train_tiny('late', max_iters=1, decay_lr=True, warmup_iters=2, learning_rate=1e-5)
+    printed = capsys.readouterr().out
+    assert 'above learning_rate=1e-05' in printed and 'within its warmup of 2 steps' in printed
 
 
 def test_resume_never_starts_over_where_checkpoints_are(train_tiny, stopped, capsys):

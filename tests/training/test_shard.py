@@ -21,6 +21,7 @@ from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.forecast import memory_of
 from hotloop.training.optim import build_optimizers
+from hotloop.training.run_dir import open_folder
 from hotloop.training.shard import gather, local
 from hotloop.weights.lora import weights_to_save
 from model import GPT, GPTConfig
@@ -142,6 +143,19 @@ def main_of_rank(argv):
     threads = [path.read_text() for path in Path('/proc/self/task').glob('*/comm')]
     assert not [name for name in threads if 'gloo' in name]
     return code
+
+
+def refusal_of_rank(argv):
+    with pytest.raises((ValueError, SystemExit)) as refusal:
+        train.main(argv)
+    return str(refusal.value)
+
+
+def test_a_folder_that_rank_0_refuses_ends_the_others_quietly(tmp_path, data_dir):
+    held = open_folder('out_dir', str(tmp_path / 'out'), True)
+    first, second = on_ranks(2, refusal_of_rank, tiny_flags(tmp_path / 'out', data_dir))
+    assert 'out is in use by process' in first and second == '1'
+    held.close()
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_a_run_of_adapters_is_exported_merged(train_tiny, tmp_path, capsys):
     assert all(torch.equal(exported.weights[name], run.weights[name]) for name in run.weights)
     assert not torch.equal(run.weights['transformer.h.0.mlp.c_fc.weight'],
                            base.weights['transformer.h.0.mlp.c_fc.weight'])
-    assert exported.checkpoint['hf_config']['max_position_embeddings'] == 32
+    assert exported.checkpoint['hf_config']['max_position_embeddings'] == 64  # the base's, not the run's
     assert exported.checkpoint['hf_config']['custom'] == 'stays'
     capsys.readouterr()
     assert main(out_dir=tmp_path / 'tuned', export=tmp_path / 'a.gguf') == 0

@@ -12,10 +12,12 @@ from faults import assert_equal_runs
 from ranks import on_ranks
 
 import train
-from hotloop.data.tokenizer import tokenizer_from
+from hotloop.data.encode import prompt_ids
+from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.inference.load import Model
 from hotloop.system.distributed import Env
-from hotloop.weights.adapter import CONFIG, TENSORS, read_adapter, write_adapter
+from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, read_adapter, write_adapter
+from hotloop.weights.export_tokenizer import tokenizer_files
 from hotloop.weights.load import load_weights
 from hotloop.weights.lora import (
     EMBEDDINGS,
@@ -238,6 +240,25 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
         write_safetensors(path, tensors)
         found = Model(SampleConfig(init_from=str(path.parent)), GPT)
         assert not found.gpt.config.tie and not torch.equal(all_logits(found.gpt, IDS), losses[2])
+
+
+def test_a_folder_of_peft_may_have_more_tokens_and_their_tokenizer(train_tiny, tmp_path, base):
+    pytest.importorskip('tokenizers')
+    train_tiny('tuned', **base, lora_embeddings=True, max_iters=1)
+    folder = tmp_path / 'tuned' / 'adapter'
+    (folder / ORIGIN).unlink()  # peft writes none
+    tensors = read_safetensors(folder / TENSORS)
+    for name in ('transformer.wte', 'lm_head'):
+        weight = tensors[f'base_model.model.{name}.weight']
+        tensors[f'base_model.model.{name}.weight'] = torch.cat((weight, weight[:3]))
+    write_safetensors(folder / TENSORS, tensors)
+    tokenizer = BPETokenizer([bytes([b]) for b in range(256)], specials={'<|im_end|>': 256})
+    content = tokenizer_files(tokenizer, 'none', 8)['tokenizer.json']
+    (folder / 'tokenizer.json').write_text(json.dumps(content))
+    found = load_weights(str(folder))
+    assert GPT.from_checkpoint(found.model_args, found.weights).config.vocab_size == len(weight) + 3
+    tokenizer = tokenizer_from(found.tokenizer)
+    assert prompt_ids(tokenizer, 'a<|im_end|>')[-1] == 256 and tokenizer.sizes[256] == 0
 
 
 def test_a_note_says_that_the_end_of_an_answer_was_never_learned():
