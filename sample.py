@@ -223,8 +223,8 @@ def validation_batches(weights, model, data_dir):
     Yield batches for diagnose(): windows spread over the validation data of the training or, if that
     is not here, random ids without targets.
     """
-    T = model.config.block_size
     settings = weights.checkpoint.get('config', {})
+    T = min(model.config.block_size, settings.get('block_size', math.inf))  # a base may have a longer one
     try:
         if not settings.get('dataset'):
             raise ValueError(f'{weights.path} does not name its dataset')
