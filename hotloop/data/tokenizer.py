@@ -172,12 +172,14 @@ class BPETokenizer(TiktokenTokenizer):
 class HFTokenizer(Tokenizer):
     """
     Run a tokenizer.json with the package tokenizers: a byte-level BPE (GPT-2, Llama 3, Qwen) or a
-    sentencepiece BPE (Llama 2, Mistral, Gemma), which may put a space before a text.
+    sentencepiece BPE (Llama 2, Mistral, Gemma), which may put a space before a text. kept: what its
+    tokenizer_config.json has for others, {'pad_token': name, 'chat_template': Jinja}, or less.
     """
 
-    def __init__(self, text, eot=None):
+    def __init__(self, text, eot=None, kept=None):
         self.text = text
         self.eot = eot
+        self.kept = kept or {}
         self.backend = self.inside = open_backend(text)  # inside: for a text that continues another
         file = json.loads(self.backend.to_str())  # the same file with every default spelled out
         steps = []
@@ -238,7 +240,7 @@ class HFTokenizer(Tokenizer):
         return pieces
 
     def settings(self):
-        return {'kind': 'hf', 'json': self.text, 'eot': self.eot}
+        return {'kind': 'hf', 'json': self.text, 'eot': self.eot, 'kept': self.kept}
 
 
 def open_backend(text):

@@ -125,10 +125,14 @@ def read_tokenizer_json(folder):
                          'from_pretrained(MODEL).save_pretrained(FOLDER)') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
-    name = read_optional(folder, 'tokenizer_config.json').get('eos_token')
-    if isinstance(name, dict):
-        name = name['content']
-    for known in (name, *EOS_NAMES):
+    about = read_optional(folder, 'tokenizer_config.json')
+    names = {}
+    for role in ('eos_token', 'pad_token'):
+        names[role] = about.get(role)
+        if isinstance(names[role], dict):
+            names[role] = names[role]['content']
+    tokenizer.kept = {'pad_token': names['pad_token'], 'chat_template': chat_template_of(folder)}
+    for known in (names['eos_token'], *EOS_NAMES):
         if known in tokenizer.specials:
             tokenizer.eot = tokenizer.specials[known]
             break
@@ -149,13 +153,18 @@ def read_optional(folder, name):
     return read_json(path) if os.path.exists(path) else {}
 
 
-def template_of(folder):
-    """Find the template of a Hugging Face folder by how a turn begins. Returns None for others."""
-    chat = str(read_optional(folder, 'tokenizer_config.json').get('chat_template') or '')
+def chat_template_of(folder):
+    """Read the chat template of a Hugging Face folder: Jinja, a list of {'name', 'template'}, or None."""
     path = os.path.join(folder, 'chat_template.jinja')
     if os.path.exists(path):
         with open(path, encoding='utf-8', errors='replace') as f:
-            chat = f.read()
+            return f.read()
+    return read_optional(folder, 'tokenizer_config.json').get('chat_template')
+
+
+def template_of(folder):
+    """Find the template of a Hugging Face folder by how a turn begins. Returns None for others."""
+    chat = str(chat_template_of(folder) or '')
     for template in CHATS:
         # other models, too, write "### Instruction:", so Alpaca's preamble must be there
         begin = TEMPLATES[template].preamble.format('') or TEMPLATES[template].user[0].strip()

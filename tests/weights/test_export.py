@@ -12,7 +12,7 @@ from test_sample import CHARS, gpt, main, write
 
 from hotloop import load
 from hotloop.data.chat import CHATS, parts_before_answer
-from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from
 from hotloop.data.tokenizer_source import read_tokenizer_json, template_of
 from hotloop.inference.texts import turn_ids
 from hotloop.weights.export import config_json, export
@@ -149,7 +149,7 @@ def test_the_ids_of_gpt2_are_equal(gpt2):
 
 
 def test_the_folder_keeps_end_stops_and_template(tmp_path):
-    """In transformers and here. A tokenizer.json that a folder had stays as it was."""
+    """In transformers and here. A tokenizer.json of a folder, its pad and a foreign template stay."""
     transformers = pytest.importorskip('transformers')
     tokenizer, model = own(specials={'<e>': 401, '<|im_end|>': 402}, eot=401), gpt(448)
     for name in ('a', 'b'):
@@ -165,6 +165,13 @@ def test_the_folder_keeps_end_stops_and_template(tmp_path):
         tokenizer = read_tokenizer_json(str(folder))
     first, second = ((tmp_path / name / 'tokenizer.json').read_bytes() for name in 'ab')
     assert first == second
+    path = folder / 'tokenizer_config.json'
+    path.write_text(json.dumps({'pad_token': {'content': '<e>'}, 'chat_template': '<|user|>{{ messages }}'}))
+    found = load_weights(str(folder))
+    tokenizer = tokenizer_from(found.tokenizer)
+    export(model, tokenizer, found.checkpoint['template'], str(tmp_path / 'c'), torch.float32)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'c')
+    assert theirs.pad_token_id == 401 and theirs.chat_template == '<|user|>{{ messages }}'
 
 
 def test_a_nanochat_folder_gives_its_template_and_begins_with_its_mark(tmp_path):
