@@ -211,12 +211,18 @@ def configure(*classes, argv=None, files=True, about='', below=None, origin='the
             except ValueError as e:
                 problems.append(f'{place or origin}: {field.name}: {e}')
         objects.append(cls(**values))
-    if check and not problems:
-        for o in objects:
-            problems += o.problems()
     if problems:
         raise ValueError('\n'.join(problems))
+    if check:
+        check_problems(objects)
     return Configured(objects, {name: place for name, (_, place) in settings.items() if place}, words)
+
+
+def check_problems(objects):
+    """Raise ValueError with what the problems() of the objects list."""
+    problems = [problem for o in objects for problem in o.problems()]
+    if problems:
+        raise ValueError('\n'.join(problems))
 
 
 def help_text(classes, about=''):

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record as report_errors
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import call_main, configure, differences
+from configurator import call_main, check_problems, configure, differences
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
@@ -211,12 +211,13 @@ def read_settings(argv=None):
     elif names_nothing:
         print0('card: none, because the command gives a dataset and settings of the model; the rest is '
                "nanoGPT's defaults (--depth=N chooses others)")
-    found = read(argv=argv, below=below)
+    found = read(argv=argv, below=below, check=False)
     model, lora, cfg = found.objects
     if latest:
         bound = BOUND if 'data' in latest.checkpoint else BOUND | {'dataset'}  # nanoGPT's records none
         compare_settings(found.objects, found.given, below, bound)
         check_time_budget(cfg, below.get('time_budget'), latest.checkpoint)
+    check_problems(found.objects)
     check_lora(lora, cfg, found.given, is_new=latest is None)
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises if it cannot be shared
@@ -519,7 +520,8 @@ def train(run, schedule, checkpoints, log, stop):
         best = False
         is_unsaved = step != checkpoints.saved_step
         stopping = stop.requested()
-        if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at:
+        is_due = last or state.evaluated_at is None or (step and step % cfg.eval_interval == 0)
+        if is_due and step != state.evaluated_at:
             evaluation = evaluate_both(run.eval_model, run.splits, cfg, batches.micro_batch, env,
                                        run.byte_counts, stop.by_signal)
             if evaluation is None:  # a signal came; the resumed run evaluates this step again
@@ -676,7 +678,7 @@ def open_folders(run, schedule, checkpoints, latest):
     if latest:
         checkpoints.promote(latest)
         print0(f'resuming at step {run.state.iter_num:,}')
-    if run.state.iter_num < schedule.max_iters:
+    if run.state.iter_num < schedule.max_iters or not os.path.exists(os.path.join(cfg.out_dir, 'config.py')):
         write_config(cfg.out_dir, run.record['config'], schedule)
     if cfg.mirror_dir:
         is_own = latest is not None and is_same_run(cfg.out_dir, cfg.mirror_dir)

@@ -35,7 +35,7 @@ class RunState:
     best_val_loss: float = math.inf
     tokens_seen: int = 0
     evals_since_best: int = 0  # evaluations in a row without a lower loss
-    evaluated_at: int = -1  # the step of the last evaluation in these two
+    evaluated_at: int | None = -1  # the step of the last evaluation in these two; None: one of nanoGPT
     logged: list = field(default_factory=list)  # the Meter's sums since the last log line
     bad_in_a_row: int = 0  # consecutive non-finite steps up to now
     seconds_used: float = 0.0  # of the time budget, up to the last save
@@ -245,8 +245,9 @@ def state_from(checkpoint):
     saved = checkpoint.get('state', checkpoint)  # nanoGPT's stand beside the weights
     names = [f.name for f in dataclasses.fields(RunState)]
     state = RunState(**{name: saved[name] for name in names if name in saved})
-    state.best_val_loss = float(state.best_val_loss)  # nanoGPT saves a tensor
-    if 'tokens_seen' not in saved:  # nor does it count them
+    if 'state' not in checkpoint:  # nanoGPT's loss is of a few random windows and compares with none of ours
+        state.best_val_loss, state.evaluated_at = math.inf, None
+    if 'tokens_seen' not in saved:  # it does not count them
         values = {**config, **checkpoint.get('model_args', {})}
         sizes = 'batch_size', 'gradient_accumulation_steps', 'block_size'
         state.tokens_seen = state.iter_num * math.prod(values.get(name, 0) for name in sizes)

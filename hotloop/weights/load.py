@@ -297,9 +297,12 @@ def adapt_shape(model, settings, name):
     asked, given = dataclasses.asdict(settings.model), settings.given
     if (settings.latest or 'block_size' in given) and asked['block_size'] < model.config.block_size:
         model.crop_block_size(asked['block_size'])
+    wrong = []
     for field, has in dataclasses.asdict(model.config).items():
         is_shape = field not in ('dropout', 'label_smoothing')
         if is_shape and field in given and asked[field] not in (None, has):
             or_less = ' or less' if field == 'block_size' else ''
-            raise ValueError(f'{given[field]}: {field}={asked[field]!r}, but {name} has {has!r}; use '
-                             f'--{field}={has}{or_less}')
+            wrong.append(f'{given[field]}: {field}={asked[field]!r}, but {name} has {has!r}; use '
+                         f'--{field}={has}{or_less}')
+    if wrong:
+        raise ValueError('\n'.join(wrong))
