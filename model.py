@@ -8,7 +8,7 @@ Four presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 
 weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat; 'hybrid' adds
 those that help small models most; 'qwen3' is Qwen3's architecture (arXiv 2505.09388), which llama.cpp and
 transformers run.
-__init__ resolves each setting to a module or a function, so forward hardly looks at settings.
+__init__ resolves each setting to a module or a function, so forward rarely consults them.
 """
 
 import math
@@ -95,7 +95,7 @@ class GPTConfig:
     query_scale: float | None = None  # factor of attention logits; None: head_dim ** -0.5
     attn_softcap: float = 0.0  # like softcap, for attention logits (Gemma 2); 0: off
     tie: bool | None = None  # token embedding and head share one matrix
-    zero_init: bool | None = None  # blocks start as the identity; the first predictions are uniform
+    zero_init: bool | None = None  # blocks start as the identity; untied, the first predictions are uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
     x0_mix: bool | None = None  # each block sees a learned mix of the residual stream and the embedding
     label_smoothing: float = 0.0  # over all vocab_size ids; used in training only
@@ -120,8 +120,9 @@ class GPTConfig:
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
         elif c.position == 'rope' and c.head_dim % 2:
             wrong.append(f'head_dim={c.head_dim} (n_embd / n_head) is odd; rotary positions need an even one')
-        is_rope = c.position == 'rope'
+        is_rope, attends = c.position == 'rope', 'A' in c.mixers()
         for name, applies, where in (
+                ('window', attends, "mixer='attention'"), ('attn_softcap', attends, "mixer='attention'"),
                 ('rope_base', is_rope, "position='rope'"), ('rope_factor', is_rope, "position='rope'"),
                 ('rope_context', is_rope and c.rope_factor != 1, "position='rope' and a rope_factor"),
                 ('rope_local_base', is_rope and c.window, "position='rope' and a window"),
@@ -194,7 +195,7 @@ class GPTConfig:
         """
         names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
         nanogpt = {name: getattr(self, name) for name in names}
-        complete = replace(self.resolved(), label_smoothing=0.0)  # for training only
+        complete = replace(self.resolved(), label_smoothing=0.0)  # not recorded: it acts in training only
         return nanogpt if complete == GPTConfig(**nanogpt).resolved() else asdict(complete)
 
 
@@ -227,9 +228,11 @@ class RMSNorm(nn.RMSNorm):
 
 
 def make_rms_norm(config, size):
-    """Make x / sqrt(mean(x^2) + eps) over the last dimension, of this size. Two kinds have weights."""
-    if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
-        return (RMSNorm if config.norm == 'rmsnorm_weight' else OffsetRMSNorm)(size, config.norm_eps)
+    """Make a norm that computes x / sqrt(mean(x^2) + eps) over the last dimension, of this size."""
+    if config.norm == 'rmsnorm_weight':
+        return RMSNorm(size, config.norm_eps)
+    if config.norm == 'rmsnorm_offset':
+        return OffsetRMSNorm(size, config.norm_eps)
     return nn.RMSNorm(size, 1e-6 if config.norm == 'layernorm' else config.norm_eps, elementwise_affine=False)
 
 
@@ -329,7 +332,7 @@ def positions_in(documents):
 # attention
 
 # Without a mask: torch's SDPA. With a window, documents or a soft cap: FlexAttention on GPUs; elsewhere SDPA
-# for one block of queries after the other, or explicit weights if there is a soft cap.
+# one block of queries at a time, or explicit weights if there is a soft cap.
 # In generation the cache (hotloop/inference/kv_cache.py) chooses the keys.
 
 QUERIES = 512  # in a block; 256 and 512 were fastest of 64 to 1,024 on a CPU
@@ -404,7 +407,7 @@ def compiled_alone(function, **options):
 
 def flex_options(q):
     """Choose FlexAttention's kernel, and blocks where its own exceed shared memory (pytorch#198224)."""
-    # of the kernel for fewer than 128 queries none fits 65 or more grouped ones (pytorch#185349)
+    # its kernel for fewer than 128 queries fails for 65 or more queries per key head (pytorch#185349)
     options = {'FORCE_USE_FLEX_ATTENTION': True}
     row = q.size(-1) * q.dtype.itemsize
     if row <= 256:
@@ -417,7 +420,7 @@ def flex_options(q):
 
 
 def block_mask(T, window, documents, device):
-    """Make FlexAttention's mask for T tokens of what attend_within() reaches. Not run: it needs a GPU."""
+    """Make FlexAttention's mask for T tokens of what attend_within() reaches. Not tested on GPUs."""
     from torch.nn.attention.flex_attention import create_block_mask
     def visible(b, h, i, j):
         seen = j <= i if window is None else (j <= i) & (i - j < window)
@@ -428,7 +431,7 @@ def block_mask(T, window, documents, device):
 
 class Context(NamedTuple):
     """What the layers of a forward pass share besides their input."""
-    cos: torch.Tensor  # of the rotation of each position, (T, 1, D/2), or (B, T, 1, D/2) cached; or of D
+    cos: torch.Tensor  # of the rotation of each position, (T, 1, D/2); with a cache (B, T, 1, D/2)
     sin: torch.Tensor
     masks: dict  # {window: FlexAttention's mask}, on GPUs
     idx: torch.Tensor  # (B, T), the token ids
@@ -445,7 +448,7 @@ class Attention(nn.Module):
         self.layer, self.n_head, self.n_kv_head = layer, config.n_head, config.n_kv_head
         self.window = config.windows()[layer]
         self.head_dim = D = config.head_dim
-        # One matrix computes queries, keys and values of all heads, in that order.
+        # One matrix computes queries, keys and values of all heads, in that order; Muon treats them as three.
         self.rows = [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
         self.c_attn = Linear(config.n_embd, sum(self.rows), bias=config.qkv_bias)
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
@@ -488,9 +491,7 @@ class Attention(nn.Module):
         if mask is None:
             attend = attend_outside_graph if torch.compiler.is_compiling() else attend_within
             return attend(q, k, v, dropout, self.window, documents, self.sdpa)
-        if dropout:
-            raise ValueError(f'dropout={dropout} cannot be combined with window, pack_rows or attn_softcap '
-                             "on a GPU with position='learned'; use --dropout=0")
+        assert not dropout, 'FlexAttention drops no weights; see check_masks() in train.py'
         from torch.nn.attention.flex_attention import flex_attention
         return compiled(flex_attention)(q, k, v, self.cap, mask, enable_gqa=q.size(1) > k.size(1),
                                         kernel_options=flex_options(q))
@@ -736,8 +737,9 @@ class GPT(nn.Module):
         tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
         if c.rope_local_base is not None:
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
-        for name, columns in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
-            self.register_buffer(name, torch.cat(columns, dim=1)[:, None], persistent=False)
+        cos, sin = (torch.cat(columns, dim=1)[:, None] for columns in zip(*tables, strict=True))
+        self.register_buffer('cos', cos, persistent=False)
+        self.register_buffer('sin', sin, persistent=False)
         self.register_buffer('feedback', None, persistent=False)  # of direct feedback alignment
         self.register_buffer('ahead', None, persistent=False)  # weights of later tokens in the training loss
         self.init_weights()
@@ -747,7 +749,8 @@ class GPT(nn.Module):
         """
         Initialize as GPT-2: N(0, 0.02), with projections onto the residual stream divided by sqrt(2 n_layer).
         With zero_init these and the head start at zero, the embedding at N(0, 1), vectors for values at
-        N(0, 0.5), as values themselves; other matrices at N(0, 0.5 / sqrt(inputs)). Bigrams start at zero.
+        N(0, 0.5), as values themselves; other matrices at N(0, 0.5 / sqrt(inputs)). Tied, embedding and head
+        start at N(0, 0.02). Bigrams start at zero.
         """
         c = self.config
         for name, p in self.named_parameters():
@@ -779,7 +782,7 @@ class GPT(nn.Module):
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         targets: (B, T) ids, or -1 for a masked token.
         documents: (B, T), the number of each token's document, rising along a row: attention stays within a
-        document, and learned positions begin again with it. None: each row is one. Not with a cache.
+        document, and learned positions restart in each. None: each row is one. Not with a cache.
         """
         T, c = idx.size(1), self.config
         assert 0 < T <= c.block_size, f'{T} tokens exceed block_size={c.block_size}'
@@ -793,7 +796,7 @@ class GPT(nn.Module):
         x = self.transformer.bigrams(x, idx, position, cache)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
         masks = {}
-        if cache is None and x.device.type in FLEX_DEVICES:
+        if cache is None and x.device.type in FLEX_DEVICES and 'A' in c.mixers():
             masks = {window: block_mask(T, window, documents, x.device) for window in set(c.windows())
                      if documents is not None or c.attn_softcap or (window or T) < T}
         place = None if documents is None else position

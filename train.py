@@ -186,13 +186,13 @@ def read_settings(argv=None):
     """Read a command line. Raises ValueError if settings contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
     read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, pairs=PAIRS)
-    peek = read(argv=argv, check=False)
+    peek = read(argv=argv, check=False)  # finds what decides the settings below files and flags
     cfg = peek.objects[2]
     latest = find_latest(cfg)
     below = {}
-    names_model = not SHAPE.isdisjoint(peek.given)
+    gives_shape = not SHAPE.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
-    chooses_depth = names_nothing and cfg.time_budget and not names_model
+    chooses_depth = names_nothing and cfg.time_budget and not gives_shape
     if latest:  # the settings of the run
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
@@ -204,7 +204,7 @@ def read_settings(argv=None):
         if peek.given.get('depth') == '--depth' and place not in (None, '--n_layer'):
             raise ValueError(f'--depth={cfg.depth} and {place} both give the shape; omit one')
         below = choose_settings(cfg, peek.given)
-    elif names_nothing and not (names_model and 'dataset' in peek.given):  # those of the machine's card
+    elif names_nothing and not (gives_shape and 'dataset' in peek.given):  # those of the machine's card
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
@@ -366,7 +366,7 @@ class Run(NamedTuple):
 class Start(NamedTuple):
     """The model that a run starts with."""
     model: GPT
-    checkpoint: dict  # what came with its weights, such as iter_num and hf_config; {} for new ones
+    origin: dict  # what came with its weights, such as iter_num and hf_config; {} for new ones
     base: dict | None  # the name and hash of its weights, if adapters are added to them
 
 
@@ -398,9 +398,15 @@ def build_model(settings, dataset, env):
 
 
 def check_masks(c, cfg, env):
-    """Raise ValueError if attention needs masks on a GPU where they cannot be compiled."""
-    has_mask = cfg.pack_rows or c.attn_softcap or any((n or c.block_size) < c.block_size for n in c.windows())
-    failure = try_compile(env.device) if has_mask and env.device.type == 'cuda' and not env.compile else None
+    """Raise ValueError if attention needs masks on a GPU, and they cannot be compiled or used there."""
+    has_window = any((n or c.block_size) < c.block_size for n in c.windows())
+    has_mask = 'A' in c.mixers() and (cfg.pack_rows or c.attn_softcap or has_window)
+    if not has_mask or env.device.type != 'cuda':
+        return
+    if c.dropout and c.position == 'learned' and not cfg.eval_only:  # it drops attention weights, too
+        raise ValueError(f'dropout={c.dropout} cannot be combined with window, pack_rows or attn_softcap '
+                         "on a GPU with position='learned'; use --dropout=0")
+    failure = None if env.compile else try_compile(env.device)
     if failure:
         raise ValueError('on a GPU pack_rows, windows and attn_softcap need torch.compile, also with '
                          f'compile=False, and it fails here: {failure}')
@@ -489,7 +495,7 @@ def set_up_loss(model, num_tokens, cfg, env):
 # the loop
 
 def train(run, schedule, checkpoints, log, stop):
-    """Train until the last step, a signal, or until patience runs out. Returns the exit code."""
+    """Train until the last step, a signal, or the end of patience. Returns the exit code."""
     cfg, env, state, batches, model = run.cfg, run.env, run.state, run.batches, run.model
     meter = Meter(batches, state, env, flops_of(model, batches.split.T)[1])
     deadline = None
@@ -527,6 +533,7 @@ def train(run, schedule, checkpoints, log, stop):
             if evaluation is None:  # a signal came; the resumed run evaluates this step again
                 stopping = True
             else:
+                # a best.pt that could not be written does not count
                 state.best_val_loss = env.broadcast(checkpoints.written_best())
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
@@ -538,7 +545,7 @@ def train(run, schedule, checkpoints, log, stop):
         stopping = stopping or out_of_patience
         # any: the clocks of processes differ
         save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
-        # checkpoints of steps that are not finite would replace the last good ones
+        # a periodic save waits for a finite step, or it would replace the last good ones
         if is_unsaved and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
             save(best, final=last or stopping)
             saved_at = time.monotonic()

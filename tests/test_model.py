@@ -105,7 +105,7 @@ def test_a_gpus_attention_computes_the_gradients_of_a_cpus(monkeypatch, settings
         results.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
     assert (results[0] - results[1]).norm() < 1e-6 * results[0].norm()
     model.transformer.h[0].attn.weight_dropout = 0.1
-    with pytest.raises(ValueError, match=r'dropout=0\.1 .* window, pack_rows'):
+    with pytest.raises(AssertionError, match='FlexAttention drops no weights'):
         model(x, x, documents)
 
 

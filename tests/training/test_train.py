@@ -274,6 +274,15 @@ def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
     assert not (tmp_path / 'out').exists()
 
 
+def test_masks_that_a_gpu_cannot_have(monkeypatch):
+    monkeypatch.setattr(train, 'try_compile', lambda device: 'no compiler')
+    gpu, packed = Env(device=torch.device('cuda')), TrainConfig(pack_rows=True)
+    for settings, words in ((dict(dropout=0.1), r'dropout=0\.1 cannot .*--dropout=0'), ({}, 'no compiler')):
+        assert re.search(words, error_of(train.check_masks, GPTConfig(**settings).resolved(), packed, gpu))
+    train.check_masks(GPTConfig(mixer='conv').resolved(), packed, gpu)
+    train.check_masks(GPTConfig(dropout=0.1).resolved(), packed, Env())
+
+
 def test_processes_that_cannot_work(train_tiny, monkeypatch):
     """Refused before they wait for each other."""
     monkeypatch.setenv('WORLD_SIZE', '2')
