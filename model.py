@@ -120,7 +120,8 @@ class GPTConfig:
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
         elif c.position == 'rope' and c.head_dim % 2:
             wrong.append(f'head_dim={c.head_dim} (n_embd / n_head) is odd; rotary positions need an even one')
-        is_rope, attends = c.position == 'rope', 'A' in c.mixers()
+        is_rope = c.position == 'rope'
+        attends = 'A' in c.mixers()
         for name, applies, where in (
                 ('window', attends, "mixer='attention'"), ('attn_softcap', attends, "mixer='attention'"),
                 ('rope_base', is_rope, "position='rope'"), ('rope_factor', is_rope, "position='rope'"),

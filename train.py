@@ -653,7 +653,8 @@ def execute(run, settings, meta):
     stop = StopRequest(env)
     resumed_at = run.state.iter_num if latest else None
     checkpoints = Checkpoints(cfg.out_dir, resumed_at, cfg.mirror_dir, run.state.best_val_loss)
-    locks, refused = [], None
+    locks = []
+    refused = None
     if env.rank == 0:
         try:
             locks = open_folders(run, schedule, checkpoints, latest)

@@ -128,10 +128,11 @@ def read_tokenizer_json(folder):
     about = read_optional(folder, 'tokenizer_config.json')
     names = {}
     for role in ('eos_token', 'pad_token'):
-        names[role] = about.get(role)
-        if isinstance(names[role], dict):
-            names[role] = names[role]['content']
-    tokenizer.kept = {'pad_token': names['pad_token'], 'chat_template': chat_template_of(folder)}
+        name = about.get(role)
+        names[role] = name['content'] if isinstance(name, dict) else name
+    for key, value in (('pad_token', names['pad_token']), ('chat_template', chat_template_of(folder))):
+        if value:
+            tokenizer.kept[key] = value
     for known in (names['eos_token'], *EOS_NAMES):
         if known in tokenizer.specials:
             tokenizer.eot = tokenizer.specials[known]

@@ -246,7 +246,8 @@ def state_from(checkpoint):
     names = [f.name for f in dataclasses.fields(RunState)]
     state = RunState(**{name: saved[name] for name in names if name in saved})
     if 'state' not in checkpoint:  # nanoGPT's loss is of a few random windows and compares with none of ours
-        state.best_val_loss, state.evaluated_at = math.inf, None
+        state.best_val_loss = math.inf
+        state.evaluated_at = None
     if 'tokens_seen' not in saved:  # it does not count them
         values = {**config, **checkpoint.get('model_args', {})}
         sizes = 'batch_size', 'gradient_accumulation_steps', 'block_size'

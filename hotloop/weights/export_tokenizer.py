@@ -25,9 +25,7 @@ def tokenizer_files(tokenizer, template, max_length):
     names = {i: name for name, i in tokenizer.specials.items()}
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': max_length,
               'clean_up_tokenization_spaces': False}
-    for key, value in spec.get('kept', {}).items():  # a template of ours replaces that of the folder
-        if value:
-            config[key] = value
+    config |= spec.get('kept', {})  # a template of ours replaces that of the folder
     for role, i in (('eos_token', tokenizer.eot), ('bos_token', tokenizer.bos)):
         if i in names:
             config[role] = names[i]
