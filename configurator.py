@@ -8,6 +8,8 @@ trailing comment is the help, and a comment `# --- name` opens a section. Files 
 They run in order in a namespace that holds the current values; flags come last and win.
 """
 
+import __future__
+
 import contextlib
 import dataclasses
 import difflib
@@ -117,7 +119,8 @@ def read_file(path, settings):
     namespace.lines = {}
     try:
         source = Path(path).read_text(encoding='utf-8-sig')  # editors may write a byte-order mark
-        exec(compile(source, path, 'exec'), namespace)
+        # with this flag Python 3.14, too, keeps __annotations__ in the namespace
+        exec(compile(source, path, 'exec', __future__.annotations.compiler_flag), namespace)
     except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         lines = [f', line {frame.lineno}' for frame in frames if frame.filename == path]

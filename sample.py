@@ -107,6 +107,7 @@ class SampleConfig:
         if self.serve is not False and self.serve == 0:
             problems.append('serve=0 is not the number of a port')
         commands = [name for name in UNUSED if getattr(self, name)]
+        problems += [f"{name}='' names no file" for name in UNUSED if getattr(self, name) == '']
         if len(commands) > 1:
             problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
         if self.run_code and not self.eval_code:
@@ -146,7 +147,7 @@ def sample(model, tokenizer, template, cfg):
     if template in CHATS and cfg.template == 'auto' and rows and rows[0][2] is None:
         print(f'note: this model has a chat template: give --chat, or --template={template} for one question',
               file=sys.stderr)
-    for text, piece in write(model, tokenizer, make_prompts(rows, tokenizer, template, cfg), cfg):
+    for text, piece in write(model, tokenizer, make_prompts(rows, model, tokenizer, template, cfg), cfg):
         if cfg.output == 'text':
             print(piece, end='\n---------------\n' if text.finish else '', flush=True)
         elif text.finish:
@@ -162,7 +163,7 @@ def eval_code(model, tokenizer, template, cfg):
     if cfg.run_code and not any(task.tests for task in tasks):
         raise ValueError(f'run_code=True needs tests, and {cfg.eval_code} has none')
     rows = [(task, task.turns, task.template) for task in tasks]
-    prompts = make_prompts(rows, tokenizer, template, cfg)
+    prompts = make_prompts(rows, model, tokenizer, template, cfg)
     for prompt in prompts:
         if template not in CHATS:
             prompt.stops.extend(prompt.given.stops)
@@ -186,7 +187,7 @@ def chat(model, tokenizer, template, cfg):
         prompts = read_prompts(cfg.start)
         if len(prompts) != 1 or not isinstance(prompts[0][0], str):
             raise ValueError(f'start={cfg.start}: the system prompt of a chat is one text')
-        turns = [('system', prompts[0][0])]
+        turns = [('system', prompts[0][0].strip())]
     cfg = replace(cfg, num_samples=1)
     with contextlib.suppress(ImportError):  # Windows has none
         import readline  # edits lines
@@ -203,7 +204,8 @@ def chat(model, tokenizer, template, cfg):
         prompt = Prompt('', '', ids, split_stops(cfg.stop, template), is_answer=True)
         for text, piece in write(model, tokenizer, [prompt], cfg):
             print(piece, end='\n' if text.finish else '', flush=True)
-        turns.append(('assistant', text.text))
+        # thoughts of earlier answers are dropped, as by the templates of Qwen 3 and DeepSeek R1
+        turns.append(('assistant', text.text.rpartition('</think>')[2].lstrip()))
         cfg = replace(cfg, seed=cfg.seed + 1)
 
 
@@ -251,6 +253,8 @@ def main(argv=None):
         for name in names:
             if getattr(cfg, command) and given.get(name, '').startswith('--'):
                 print(f'note: --{name} has no effect with --{command}', file=sys.stderr)
+    if cfg.init_from != 'resume' and given.get('out_dir', '').startswith('--'):
+        print('note: --out_dir has no effect with --init_from', file=sys.stderr)
     opened = Model(cfg, GPT)
     weights, model, tokenizer, template = opened.weights, opened.gpt, opened.tokenizer, opened.template
     if cfg.export:

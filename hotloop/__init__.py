@@ -10,11 +10,11 @@ if sys.version_info < (3, 11):  # noqa: UP036  the scripts import this first; Py
 def load(source='out', **settings):
     """
     Load a run, a folder of weights or a model of the hub: load('out').generate('ROMEO:'). settings: of
-    sample.py, such as device, dtype, quantize, template or temperature.
+    sample.py, such as device, dtype, quantize, template or temperature. Its `gpt` can be trained.
     """
     import os
 
     from hotloop.inference.load import Model, checked
     from model import GPT
     from sample import SampleConfig
-    return Model(checked(SampleConfig(init_from=os.fspath(source), **settings)), GPT).prepare()
+    return Model(checked(SampleConfig(init_from=os.fspath(source), **settings)), GPT).prepare(pack=False)

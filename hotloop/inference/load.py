@@ -55,9 +55,13 @@ class Model:
         if cfg.template == 'auto':
             self.template = template_of_record(self.weights.checkpoint) or 'none'
 
-    def prepare(self):
-        """Move the GPT to the device, in the dtype and quantization of the settings. Returns self."""
-        prepare_for_inference(self.gpt, self.device, self.dtype, self.cfg.quantize, pack=not self.cfg.compile)
+    def prepare(self, pack=True):
+        """
+        Move the GPT to the device, in the dtype and quantization of the settings. Returns self. pack: in
+        prepare_for_inference(); packed weights have no gradients.
+        """
+        pack = pack and not self.cfg.compile
+        prepare_for_inference(self.gpt, self.device, self.dtype, self.cfg.quantize, pack)
         return self
 
     def generate(self, prompt, stream=False, **settings):
@@ -71,7 +75,7 @@ class Model:
         cfg = checked(dataclasses.replace(self.cfg, num_samples=1, **settings))
         if isinstance(prompt, list):
             prompt = {'messages': prompt}
-        made, = make_prompts([prompt_of(prompt, 'the prompt')], self.tokenizer, self.template, cfg)
+        made, = make_prompts([prompt_of(prompt, 'the prompt')], self.gpt, self.tokenizer, self.template, cfg)
         texts = write(self.gpt, self.tokenizer, [made._replace(shown='')], cfg)
         pieces = (piece for _, piece in texts if piece)
         return pieces if stream else ''.join(pieces)

@@ -102,6 +102,8 @@ class Server(ThreadingHTTPServer):
         kinds = type(self.cfg).__annotations__
         settings = {name: checked(body[name], kinds[name], name)
                     for name in SETTINGS if body.get(name) is not None}
+        if settings.get('top_k', 1) < 1:  # other servers turn it off by 0 or -1
+            settings['top_k'] = None
         if 'seed' not in settings:
             settings['seed'] = next(self.seeds)
         for name in ('max_tokens', 'max_completion_tokens'):

@@ -2,9 +2,11 @@
 
 import codecs
 import sys
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
-from hotloop.data.chat import TEMPLATES, choose_template, parts_before_answer
+from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer
 from hotloop.data.encode import encode_parts, prompt_ids
 from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
 
@@ -22,8 +24,11 @@ class Prompt(NamedTuple):
     is_answer: bool = False  # in a template
 
 
-def make_prompts(rows, tokenizer, template, cfg):
-    """Encode rows of read_prompts() in the template; texts only if the settings name it."""
+def make_prompts(rows, model, tokenizer, template, cfg):
+    """
+    Encode rows of read_prompts() in the template; texts only if the settings name it. Of a chat that is too
+    long the oldest turns are dropped.
+    """
     prompts = []
     for given, turns, suited in rows:
         text = given if isinstance(given, str) else turns[-1][1]
@@ -31,6 +36,8 @@ def make_prompts(rows, tokenizer, template, cfg):
             used = choose_template(template, suited)
             shown = text if used == 'joined' else f'{text}\n'
             ids = turn_ids(tokenizer, turns, used)
+            if len(turns) > 1 and used in CHATS:
+                _, ids = fit_turns(model, tokenizer, turns, used, cfg.max_new_tokens)
             prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used), is_answer=True))
         elif suited in (None, 'joined'):
             text = ''.join(part for part, *_ in parts_before_answer(turns, 'joined'))
@@ -147,7 +154,12 @@ def write(model, tokenizer, prompts, cfg):
     Text after another, as soon as characters are certain. They begin with what the prompt shows,
     and the last of a Text come when it is finished.
     """
-    sampling = sampling_of(cfg, tokenizer, any(prompt.is_answer for prompt in prompts))
+    for is_answer, alike in groupby(prompts, attrgetter('is_answer')):  # a file may have texts and chats
+        yield from write_alike(model, tokenizer, list(alike), sampling_of(cfg, tokenizer, is_answer), cfg)
+
+
+def write_alike(model, tokenizer, prompts, sampling, cfg):
+    """Do what write() does, with one Sampling for all prompts."""
     num_samples = cfg.num_samples
     if num_samples is None:
         num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3

@@ -110,6 +110,8 @@ def read_adapter(folder):
     """Read the Adapter in a folder, ours or peft's. Raises ValueError if merged() cannot add it."""
     config = read_json(os.path.join(folder, CONFIG))
     check_keys(config, SUPPORTED, f'{folder}/{CONFIG}')
+    if not {'r', 'lora_alpha'} <= config.keys():
+        raise ValueError(f"{folder}/{CONFIG} has no r and lora_alpha: it is not of peft's LoRA")
     lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
                       lora_rs=config.get('use_rslora', False))
     found = Adapter({}, {}, lora.scale())
@@ -117,6 +119,8 @@ def read_adapter(folder):
     for name, tensor in tensors.items():
         module = name.removeprefix('base_model.model.').removesuffix('.weight')
         place = re.fullmatch(r'(?:transformer\.h|model\.layers)\.(\d+)\.(?:self_)?(.+)\.lora_([AB])', module)
+        if module.endswith(('.original_module', '.modules_to_save')):
+            continue  # peft writes the new matrix under its plain name, too
         if module in SAVED:
             found.embeddings[SAVED[module]] = tensor
         elif place is None:

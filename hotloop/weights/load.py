@@ -141,7 +141,8 @@ def load_adapter(folder):
     record = base_of(folder)
     adapter = read_adapter(folder)  # its errors before the base is downloaded
     base = open_base(record, folder)
-    rest = {**base.checkpoint, 'sha256': hash_file(os.path.join(folder, TENSORS)),
+    rest = {'sha256': hash_file(os.path.join(folder, TENSORS)),
+            'hf_config': base.checkpoint.get('hf_config'),
             'template': record['template'] or template_of(folder) or base.checkpoint.get('template')}
     matrices = swap_nanochat(adapter.matrices, base.checkpoint.get('hf_config'), base.model_args)
     weights = merged(base.weights | adapter.embeddings, matrices, adapter.scale, record['quantize'])

@@ -88,8 +88,11 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
         assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
 
 
-def test_a_template_that_only_resembles_alpacas_is_none_of_ours(tmp_path):
-    (tmp_path / 'chat_template.jinja').write_text('You are a coder.\n### Instruction:\n{{ m }}')
+@pytest.mark.parametrize('template', [
+    'You are a coder.\n### Instruction:\n{{ m }}', "{{ '<|im_start|>user<|im_sep|>' + m + '<|im_end|>' }}"])
+def test_a_template_that_only_resembles_ours_is_none_of_them(tmp_path, template):
+    """Alpaca's preamble must be there; Phi-4's turns are not ChatML's."""
+    (tmp_path / 'chat_template.jinja').write_text(template)
     assert template_of(str(tmp_path)) is None
 
 

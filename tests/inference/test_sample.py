@@ -106,6 +106,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     (dict(start='abéx'), "'xé'"), (dict(chat=True), 'template of the model is not known'),
     (dict(run_code=True), 'run_code=True needs eval_code'), (dict(score='a', chat=True), 'score and chat'),
     (dict(top_p=1.5, min_p=-1), 'top_p=1.5 must be from 0 to 1\nmin_p=-1.0'),
+    (dict(export=''), "export='' names no file"),
     (dict(device='tpu'), "device='tpu'"), (dict(out_dir='none'), "'none' does not exist"),
     (dict(compile=True), 'compile=True')])
 def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):
@@ -204,10 +205,23 @@ def test_load_checks_settings_as_the_command_does(out, settings, words):
 
 
 def test_load_answers_a_chat_in_the_template_of_the_model(out, monkeypatch):
-    write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
+    """Of one that is too long the oldest turns are dropped."""
+    write(out / 'best.pt', gpt(257, block_size=128), ByteTokenizer(), template='chatml')
     calls = play(monkeypatch, *b'Four.<|im_end|>no')
     assert load(str(out), device='cpu').generate([{'role': 'user', 'content': 'hi'}]) == 'Four.'
     assert bytes(calls[0].prompts[0]).decode() == CHATML
+    long = [{'role': 'system', 'content': 'S'}, {'role': 'user', 'content': 'one ' * 50},
+            {'role': 'assistant', 'content': 'x'}, {'role': 'user', 'content': 'hi'}]
+    load(str(out), device='cpu').generate(long, max_new_tokens=10)
+    assert bytes(calls[-1].prompts[0]).decode() == '<|im_start|>system\nS<|im_end|>\n' + CHATML
+
+
+def test_a_loaded_model_can_be_trained(out, monkeypatch):
+    """Packed weights have no gradients."""
+    monkeypatch.setattr('hotloop.inference.quantize.PACK_FROM', 1)
+    model = load(str(out), device='cpu').gpt
+    model(*torch.randint(10, (2, 1, 8))).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_jsonl_names_what_ended_a_text(draw, out, monkeypatch):
@@ -244,7 +258,7 @@ def test_samples_are_printed_in_order_and_the_first_as_it_comes(monkeypatch):
     assert screen.shown == f'<ac{END}<b{END}<de{END}'
 
 
-def test_prompts_of_a_file_are_drawn_together_as_each_alone(draw, tmp_path):
+def test_prompts_of_a_file_are_drawn_together_as_each_alone(draw, out, tmp_path):
     (tmp_path / 'p.jsonl').write_text('{"prompt": "ab"}\n\n{"prompt": ""}\n"habcdefgh"\n')
     alone = [text for start in ('ab', '', 'habcdefgh') for text in draw(start=start, num_samples=2)]
     many = dict(start=f'FILE:{tmp_path / "p.jsonl"}', num_samples=2)
@@ -252,6 +266,9 @@ def test_prompts_of_a_file_are_drawn_together_as_each_alone(draw, tmp_path):
     found = draw(output='jsonl', batch_size=5, **many)
     assert [row['prompt'] + row['text'] for row in found] == alone
     assert [row['seed'] for row in found] == [1337, 1338] * 3
+    (tmp_path / 'mixed.jsonl').write_text('"habcdefgh"\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    write(out / 'best.pt', gpt(), CharTokenizer(CHARS), template='joined')  # only answers have no penalty
+    assert draw(start=f'FILE:{tmp_path / "mixed.jsonl"}', num_samples=2)[:2] == alone[4:]
 
 
 ROWS = [
@@ -265,7 +282,8 @@ def prompt_of_row(row, tokenizer, tuned_in, **settings):
     """Return the prompt of a row for a model that was tuned in a template."""
     rows = [sample.prompt_of(row, 'line 1')]
     template = settings.get('template', tuned_in)
-    return sample.make_prompts(rows, tokenizer, template, sample.SampleConfig(**settings))[0]
+    model = gpt(257, block_size=512)
+    return sample.make_prompts(rows, model, tokenizer, template, sample.SampleConfig(**settings))[0]
 
 
 @pytest.mark.parametrize('template', [name for name in TEMPLATES if name != 'joined'])
@@ -300,7 +318,7 @@ def test_a_prompt_is_in_a_template_where_one_is_known(row, tuned_in, settings, e
 
 def test_the_answers_to_chats_end_at_the_mark(draw, out, tmp_path, monkeypatch):
     """The output has the prompt as it was given. A plain text has no mark."""
-    write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
+    write(out / 'best.pt', gpt(257, block_size=512), ByteTokenizer(), template='chatml')
     (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, [ROWS[0], ROWS[-1], 'Two?'])))
     play(monkeypatch, *b'Four.<|im_end|>no')
     start = f'FILE:{tmp_path / "p.jsonl"}'
@@ -316,6 +334,8 @@ def test_what_a_command_does_not_use_is_named(draw, out, tmp_path, capsys):
     main(out_dir=out, score=tmp_path / 'a.txt', stop='x', temperature=1)
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith('note: ')]
     assert [note.split()[1] for note in notes] == ['--temperature', '--stop']
+    main(init_from=out, out_dir='other', score=tmp_path / 'a.txt')
+    assert '--out_dir has no effect with --init_from' in capsys.readouterr().err
     write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
     draw()
     assert 'give --chat' in draw.err
@@ -382,4 +402,4 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
         assert words in error_of(main, **flags)
     else:
         assert draw() == draw(**flags)
-        assert draw.err == f'weights: {theirs}, step 250; tokenizer: char\ndevice: cpu, float32\n'
+        assert draw.err.endswith(f'weights: {theirs}, step 250; tokenizer: char\ndevice: cpu, float32\n')

@@ -263,7 +263,8 @@ def test_a_large_body_is_refused_before_it_is_read(servers):
 
 
 def test_fields_that_ask_for_nothing_are_taken(servers):
-    nothing = dict(n=1, best_of=1, response_format={'type': 'text'}, logprobs=False, tools=[], stop=None)
+    nothing = dict(n=1, best_of=1, response_format={'type': 'text'}, logprobs=False, tools=[], stop=None,
+                   top_k=-1)
     fields = dict(prompt='a', max_tokens=None, max_completion_tokens=3)
     assert len(text_of(servers['base'], **fields, **nothing)) == 3
 

@@ -174,6 +174,8 @@ def test_what_merged_cannot_do_is_refused(tmp_path, name, value):
     (tmp_path / CONFIG).write_text(json.dumps({**config, name: value}))
     error = error_of(read_adapter, tmp_path)
     assert f'{tmp_path}/adapter_config.json: {name}={value} is not supported' in error
+    (tmp_path / CONFIG).write_text('{"fine_tune_type": "lora"}')  # of mlx-lm
+    assert 'has no r and lora_alpha' in error_of(read_adapter, tmp_path)
     (tmp_path / CONFIG).write_text(json.dumps(config))
     tensors = read_safetensors(tmp_path / TENSORS)
     write_safetensors(tmp_path / TENSORS, tensors | {'base_model.model.x.lora_magnitude_vector': IDS})
@@ -229,6 +231,7 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
     for folder in (tmp_path / 'tuned' / 'adapter', tmp_path / 'tuned'):
         found = Model(SampleConfig(init_from=str(folder)), GPT)
         assert (found.tokenizer.bos, found.template) == (7, 'chatml')
+        assert found.weights.checkpoint.get('iter_num') in (None, 10)  # never the base's
         losses.append(all_logits(found.gpt, IDS))
     assert torch.equal(*losses[2:])
     config = json.loads((tmp_path / 'tuned' / 'adapter' / CONFIG).read_text())
@@ -251,6 +254,8 @@ def test_a_folder_of_peft_may_have_more_tokens_and_their_tokenizer(train_tiny, t
     for name in ('transformer.wte', 'lm_head'):
         weight = tensors[f'base_model.model.{name}.weight']
         tensors[f'base_model.model.{name}.weight'] = torch.cat((weight, weight[:3]))
+        for copy in ('modules_to_save', 'original_module'):  # as peft writes what it saves completely
+            tensors[f'base_model.model.{name}.{copy}.weight'] = weight
     write_safetensors(folder / TENSORS, tensors)
     tokenizer = BPETokenizer([bytes([b]) for b in range(256)], specials={'<|im_end|>': 256})
     content = tokenizer_files(tokenizer, 'none', 8)['tokenizer.json']
