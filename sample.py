@@ -50,7 +50,7 @@ from model import GPT, positions_in
 
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
           'top_k': (1, math.inf), 'top_p': (0, 1), 'min_p': (0, 1),
-          'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
+          'repetition_penalty': (0.01, 100), 'dry': (0, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
           'serve': (0, 65535)}  # 0: False
 # the settings of drawn texts, and those that each command does not use
 TEXT = ('start', 'num_samples', *DRAWN)
@@ -86,7 +86,8 @@ class SampleConfig:
     top_k: int | None = 200  # sample from the k most likely tokens; None: all
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
     min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
-    repetition_penalty: float | None = None  # above 1: fewer repeats (arXiv 1909.05858); None: 1.15, chats 1
+    repetition_penalty: float = 1.0  # above 1: fewer tokens that occurred before (arXiv 1909.05858)
+    dry: float | None = None  # strength of a penalty on repeated texts (DRY); None: 0.8, chats 0
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
     seed: int = 1337  # of the first sample; each sample depends only on its seed and prompt
     # --- output

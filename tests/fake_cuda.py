@@ -382,7 +382,8 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
         answers += [[0, 0, 0], drawn, [0], drawn, drawn]
     else:
         answers += [[0, 0, 0], drawn, [0], [14, 3, 5], drawn, [15], drawn[:1]]
-    sampling = Sampling(3, 0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1, logprobs=True)
+    sampling = Sampling(3, 0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1, dry=0.8,
+                        sizes=np.ones(model.config.vocab_size), logprobs=True)
     stopped, texts = set(), []
     with Strict():
         for new in generate(model, [[1] * 16, [2] * 3, [3] * 5], sampling, [1, 2, 3], stopped, compiled):

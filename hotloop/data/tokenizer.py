@@ -51,6 +51,11 @@ class Tokenizer:
         return sizes
 
     @cached_property
+    def visible_sizes(self):
+        """Count the bytes of each id that are not white space."""
+        return np.array([len(b''.join(piece.split())) for piece in self.pieces], dtype=np.int64)
+
+    @cached_property
     def specials(self):
         return {} if self.eot is None else {'<|endoftext|>': self.eot}
 

@@ -2,10 +2,12 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop.inference.kv_cache import new_cache
@@ -18,15 +20,24 @@ NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it div
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+# DRY ("don't repeat yourself"): if the last n bytes of a text, white space not counted, occurred before, the
+# token that followed them there loses dry x 1.2^(n - 4) of its logit, from n = 4 on. Others count tokens;
+# bytes treat characters and words alike.
+DRY_BYTES = 4
+DRY_GROWTH = 1.2
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings. The order is repetition_penalty, top_k, temperature, top_p, min_p."""
+    """The sampling settings. The order is repetition_penalty, dry, top_k, temperature, top_p, min_p."""
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy
     top_k: int | None = None  # only the k most probable ids
     top_p: float | None = None  # only the smallest set of most probable ids that has this probability
     min_p: float | None = None  # only ids with at least this share of the highest probability
     repetition_penalty: float = 1.0  # divides positive logits of ids that occurred, multiplies negative ones
+    dry: float = 0.0  # strength of the penalty on repeated texts
+    sizes: np.ndarray | None = field(default=None, compare=False)  # Tokenizer.visible_sizes, for dry
     bos: int | None = None  # the id that begins every text; it stays when the oldest tokens are dropped
     vocab: int | None = None  # ids from here on are padding of the vocabulary and are never drawn
     logprobs: bool = False  # compute each token's log-probability: the model's own, before any limit
@@ -53,16 +64,20 @@ def sample_token(logits, number, sampling):
     return index if order is None else order.gather(-1, index)
 
 
-def draw(logits, seen, numbers, sampling):
+def draw(logits, seen, repeats, numbers, sampling):
     """
     Draw one token per row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its
     log-probability (0 unless requested, NaN where logits are not finite). seen: (B, V), ids that occurred.
+    repeats: None, or what Written.add() returns.
     """
     logits = limited = logits[:, :sampling.vocab]
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
         penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
         limited = torch.where(seen[:, :sampling.vocab], penalized, logits)
+    if repeats is not None:
+        ids, penalty = repeats
+        limited = limited.scatter_reduce(1, ids, limited.gather(1, ids) - penalty, 'amin')
     token = sample_token(limited, numbers, sampling)  # (B, 1)
     logprob = torch.zeros_like(token, dtype=torch.float32)
     if sampling.logprobs:
@@ -71,9 +86,35 @@ def draw(logits, seen, numbers, sampling):
     return torch.cat((token.float(), torch.where(finite, logprob, math.nan)), dim=1)
 
 
-def decode_step(model, cache, tokens, seen, numbers, sampling):
+class Written:
+    """The tokens that each row has drawn, and for each of them, how many bytes up to it also end the row."""
+
+    def __init__(self, num_rows, sampling, device):
+        self.sampling = sampling
+        self.sizes = torch.as_tensor(sampling.sizes, dtype=torch.float32, device=device)
+        self.ids = torch.full((num_rows, sampling.max_new_tokens), -1, device=device)
+        self.match = torch.zeros(self.ids.shape, device=device)  # in bytes
+        self.length = 0
+
+    def add(self, tokens):
+        """Append tokens, (B, 1). Returns ids that would continue a repeat, (B, N), and their penalties."""
+        self.ids[:, self.length] = tokens[:, 0]
+        longer = F.pad(self.match[:, :-1], (1, 0)) + self.sizes[tokens]
+        self.match = torch.where(self.ids == tokens, longer, 0.0)
+        self.match[:, self.length] = 0.0  # the end itself
+        self.length += 1
+        excess = (self.match - DRY_BYTES).clamp(max=99)  # finite in float32
+        penalty = torch.where(excess < 0, 0.0, self.sampling.dry * DRY_GROWTH**excess)
+        return self.ids.roll(-1, 1).clamp(min=0), penalty
+
+    def select(self, rows):
+        self.ids = self.ids[rows]
+        self.match = self.match[rows]
+
+
+def decode_step(model, cache, tokens, seen, repeats, numbers, sampling):
     """Feed each row its newest token, (B, 1), and draw the next. Returns what draw() returns."""
-    return draw(model(tokens, cache=cache), seen, numbers, sampling)
+    return draw(model(tokens, cache=cache), seen, repeats, numbers, sampling)
 
 
 # On a CPU weights become constants, laid out for products that Inductor times: GPT-2 124M in int8 from 14.5
@@ -195,7 +236,9 @@ def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False)
     prefilled, logits = prefill(model, list(places))
     cache = new_cache(model, len(rows), max(map(len, contexts)) + sampling.max_new_tokens, static=compiled)
     cache.put(slice(None), prefilled, sources)
-    drawn = draw(logits[sources], seen, uniform_numbers(rows, device), sampling)
+    drawn = draw(logits[sources], seen, None, uniform_numbers(rows, device), sampling)
+    written = Written(len(rows), sampling, device) if sampling.dry else None
+    repeats = None
     del prefilled, logits
     step = compile_step(model) if compiled else sdpa_kernel(WITHOUT_CUDNN)(decode_step)
     for left in reversed(range(sampling.max_new_tokens)):
@@ -211,5 +254,9 @@ def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False)
             rows = [rows[index] for index in alive]
             tokens, seen = tokens[alive], seen[alive]
             cache.select(alive)
+            if written:
+                written.select(alive)
+        if written:
+            repeats = written.add(tokens)
         slide(model, cache, rows, sampling.bos)
-        drawn = step(model, cache, tokens, seen, uniform_numbers(rows, device), sampling)
+        drawn = step(model, cache, tokens, seen, repeats, uniform_numbers(rows, device), sampling)

@@ -16,7 +16,8 @@ from hotloop.system.host import cores
 from hotloop.weights.load import load_weights, tokenizer_of
 
 # the settings of sample.py that generate() takes
-DRAWN = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'stop', 'seed')
+DRAWN = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'dry', 'stop',
+         'seed')
 
 
 class Model:

@@ -29,7 +29,7 @@ PORT = 8000  # of --serve alone
 LARGEST = 2**20  # bytes of a request's body
 NAMES = ('127.0.0.1', 'localhost')  # of this machine, in requests
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
-SETTINGS = ('temperature', 'top_p', 'seed', 'top_k', 'min_p', 'repetition_penalty')  # of a request, by name
+SETTINGS = ('temperature', 'top_p', 'seed', 'top_k', 'min_p', 'repetition_penalty', 'dry')  # of a request
 # fields that would change the answer, except with this value
 UNSUPPORTED = {'n': 1, 'best_of': 1, 'response_format': {'type': 'text'}, 'tools': [], 'functions': [],
                'logprobs': 0, 'top_logprobs': 0, 'logit_bias': {}, 'frequency_penalty': 0,

@@ -138,14 +138,15 @@ def certain_text(data, stops):
 
 def sampling_of(cfg, tokenizer, is_answer):
     """Return the Sampling of settings. is_answer: in a template, where words may have to be repeated."""
-    temperature, penalty = cfg.temperature, cfg.repetition_penalty
+    temperature = cfg.temperature
+    dry = cfg.dry
     if temperature is None:
         temperature = 0.0 if cfg.eval_code else 0.8
-    if penalty is None:  # without it a third of a small model's samples loop: tests/bench/LOG.md
+    if dry is None:  # without it a third of a small model's samples loop: tests/bench/LOG.md
         is_exact = is_answer or cfg.eval_code or temperature < GREEDY_BELOW
-        penalty = 1.0 if is_exact else 1.15
-    return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p, penalty,
-                    tokenizer.bos, tokenizer.n_vocab, cfg.output == 'logprobs')
+        dry = 0.0 if is_exact else 0.8
+    return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty,
+                    dry, tokenizer.visible_sizes, tokenizer.bos, tokenizer.n_vocab, cfg.output == 'logprobs')
 
 
 def write(model, tokenizer, prompts, cfg):

@@ -75,7 +75,7 @@ def call_of(a):
     def draw():
         cache.length.fill_(T - 1)
         with torch.no_grad():
-            step(model, cache, token, seen, number, Sampling(1, top_k=200))
+            step(model, cache, token, seen, None, number, Sampling(1, top_k=200))
     return draw, 1, idle
 
 

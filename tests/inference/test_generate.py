@@ -3,6 +3,7 @@
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from test_model import SHAPES, make
@@ -227,6 +228,36 @@ def test_the_repetition_penalty_is_that_of_the_paper():
         context.append(expected[-1])
     assert run(model, [PROMPTS[1]], 8, temperature=0, repetition_penalty=1.7) == [expected]
     assert run(model, [PROMPTS[1]], 8, temperature=0) != [expected], 'or the test shows nothing'
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_dry_is_the_penalty_on_what_followed_the_longest_repeat(fixed_shapes, compiled):
+    """Of the text, not of its prompt; rows that end leave it to the others."""
+    sizes = np.arange(61) % 3
+    model, prompts, ends = make(block_size=64), [[1, 2, 3] * 4, *PROMPTS], [5]
+    expected = []
+    for prompt in prompts:
+        text = []
+        for _ in range(40):
+            logits = next_logits(model, prompt + text)
+            longest = {}  # {token: bytes of the longest text that it followed, and that ends here}
+            for end in range(1, len(text)):
+                size = same = 0
+                while same < end and text[end - 1 - same] == text[-1 - same]:
+                    size += sizes[text[-1 - same]]
+                    same += 1
+                longest[text[end]] = max(longest.get(text[end], 0), size)
+            for token, size in longest.items():
+                if size >= 4:
+                    logits[token] -= 0.8 * 1.2 ** (size - 4)
+            text.append(logits.argmax().item())
+            if text[-1] in ends:
+                break
+        expected.append(text)
+    how = dict(temperature=0, sizes=sizes, compiled=compiled, ends=ends)
+    found = run(model, prompts, 40, dry=0.8, **how)
+    assert found == expected
+    assert run(model, prompts, 40, **how) != expected, 'or the test shows nothing'
 
 
 def test_log_probabilities_are_the_models():

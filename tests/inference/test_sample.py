@@ -130,19 +130,21 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
     tokenizer.bos = 256
     write(out / 'best.pt', gpt(257), tokenizer)
     calls = play(monkeypatch, 2)
-    flags = dict(max_new_tokens=3, temperature=0.5, top_k=None, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
+    flags = dict(max_new_tokens=3, temperature=0.5, top_k=None, top_p=0.9, min_p=0.1, repetition_penalty=1.5,
+                 dry=0.4)
     draw(output='logprobs', start='a', quantize='int8', **flags)
     assert calls[0].sampling == Sampling(**flags, bos=256, vocab=257, logprobs=True)
     assert calls[0].prompts == [[256, 97]] and isinstance(calls[0].model.lm_head, Int8Linear)
 
 
-@pytest.mark.parametrize('flags, is_answer, temperature, penalty', [
-    ({}, False, 0.8, 1.15), ({}, True, 0.8, 1.0), (dict(temperature=0), False, 0.0, 1.0),
-    (dict(eval_code='x'), False, 0.0, 1.0), (dict(eval_code='x', temperature=0.8), False, 0.8, 1.0),
-    (dict(repetition_penalty=1.3), True, 0.8, 1.3)])
-def test_texts_have_a_penalty_and_answers_have_none(flags, is_answer, temperature, penalty):
+@pytest.mark.parametrize('flags, is_answer, temperature, dry', [
+    ({}, False, 0.8, 0.8), ({}, True, 0.8, 0.0), (dict(temperature=0), False, 0.0, 0.0),
+    (dict(eval_code='x'), False, 0.0, 0.0), (dict(eval_code='x', temperature=0.8), False, 0.8, 0.0),
+    (dict(dry=1.3), True, 0.8, 1.3)])
+def test_texts_have_a_penalty_and_answers_have_none(flags, is_answer, temperature, dry):
     sampling = sampling_of(sample.SampleConfig(**flags), ByteTokenizer(), is_answer)
-    assert (sampling.temperature, sampling.repetition_penalty) == (temperature, penalty)
+    assert (sampling.temperature, sampling.dry) == (temperature, dry)
+    assert sampling.sizes[[9, 32, 97, 256]].tolist() == [0, 0, 1, 0]  # without white space
 
 
 @pytest.mark.parametrize('stop, data, expected, stopped', [
