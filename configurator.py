@@ -171,11 +171,13 @@ def read_argv(argv, kinds):
     return words, found, problems
 
 
-def strength(place):
-    """Return 0 for a default or the layer below, 1 for a file and 2 for a flag."""
+def strength(place, files):
+    """Rank what set a setting: a default or the layer below, then files in their order, then flags."""
     if place is None:
         return 0
-    return 2 if place.startswith('--') else 1
+    if place.startswith('--'):
+        return len(files) + 1
+    return 1 + files.index(place.rpartition(', line ')[0])
 
 
 def configure(*classes, argv=None, files=True, about='', below=None, origin='the checkpoint', check=True,
@@ -202,7 +204,7 @@ def configure(*classes, argv=None, files=True, about='', below=None, origin='the
         problems += read_file(path, settings)
     settings.update(flags)
     for first, second in pairs:
-        if strength(settings[first][1]) > strength(settings[second][1]):
+        if strength(settings[first][1], words) > strength(settings[second][1], words):
             settings[second] = None, settings[second][1]
     objects = []
     for cls in classes:

@@ -690,7 +690,7 @@ def loss_ahead(logits, targets, documents, weights, smoothing):
         target = targets[:, shift:]
         if documents is not None:
             target = target.masked_fill(documents[:, shift:] != documents[:, :-shift], -1)
-        more = more + weight * cross_entropy(F.pad(target, (0, shift), value=-1))
+        more = more + weight * cross_entropy(F.pad(target, (0, targets.size(1) - target.size(1)), value=-1))
     return loss + (more - more.detach())
 
 

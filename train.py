@@ -48,7 +48,7 @@ from hotloop.system.distributed import (
     print0,
 )
 from hotloop.system.files import checkpoint_paths
-from hotloop.system.text import counted, short, wrapped
+from hotloop.system.text import counted, shell, short, wrapped
 from hotloop.training.checkpoint import (
     OPTIMIZERS,
     Checkpoints,
@@ -232,8 +232,8 @@ def find_latest(cfg):
     holds_run = bool(checkpoint_paths(cfg.out_dir))
     if cfg.resume and not holds_run and cfg.mirror_dir and checkpoint_paths(cfg.mirror_dir):
         raise ValueError(f'out_dir={cfg.out_dir!r} holds no run, but mirror_dir={cfg.mirror_dir!r} does; '
-                         f'continue it with --resume --out_dir={cfg.mirror_dir} --mirror_dir=None, or omit '
-                         '--resume')
+                         f'continue it with --resume {shell(f"--out_dir={cfg.mirror_dir}")} '
+                         '--mirror_dir=None, or omit --resume')
     if not must_resume and not (cfg.resume and holds_run):
         return None
     return Checkpoints(cfg.out_dir).latest()
@@ -528,8 +528,8 @@ def train(run, schedule, checkpoints, log, stop):
         stopping = stop.requested()
         is_due = last or state.evaluated_at is None or (step and step % cfg.eval_interval == 0)
         if is_due and step != state.evaluated_at:
-            evaluation = evaluate_both(run.eval_model, run.splits, cfg, batches.micro_batch, env,
-                                       run.byte_counts, stop.by_signal)
+            evaluation = stop.unless_signaled(evaluate_both, run.eval_model, run.splits, cfg,
+                                              batches.micro_batch, env, run.byte_counts, stop.by_signal)
             if evaluation is None:  # a signal came; the resumed run evaluates this step again
                 stopping = True
             else:
@@ -564,7 +564,10 @@ def train(run, schedule, checkpoints, log, stop):
             model.ahead.copy_(upload(np.float32(weights), env.device))  # does not wait for a GPU
         data = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
-        result = train_step(run.train_model, data, run.optimizers, run.scaler, cfg, env, penalty)
+        result = stop.unless_signaled(train_step, run.train_model, data, run.optimizers, run.scaler, cfg, env,
+                                      penalty)
+        if result is None:  # save and stop
+            continue
         meter.add(result, data.num_targets)
         step += 1
         state.iter_num = step

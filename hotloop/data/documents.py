@@ -126,12 +126,17 @@ def joined_blocks(files):
 
 def separated_texts(path):
     """Yield the texts between separators, without the newlines around them."""
-    text = ''
+    parts = []  # of a text, without the last characters, which may begin a separator
+    rest = ''
     for block in text_blocks(path):
-        *documents, text = (text + block).split(SEPARATOR)
-        for document in documents:
-            yield document.strip('\r\n')
-    yield text.strip('\r\n')
+        *ends, rest = (rest + block).split(SEPARATOR)
+        for end in ends:
+            yield ''.join([*parts, end]).strip('\r\n')
+            parts = []
+        searched = max(len(rest) - len(SEPARATOR) + 1, 0)
+        parts.append(rest[:searched])
+        rest = rest[searched:]
+    yield ''.join([*parts, rest]).strip('\r\n')
 
 
 def row_pieces(file, template, text_field, skipped):

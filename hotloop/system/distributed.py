@@ -129,6 +129,18 @@ class StopRequest:
         """Return whether a signal came to any process. All of them must call it."""
         return self.env.any(self.by_signal())
 
+    def unless_signaled(self, function, *args):
+        """
+        Return what function(*args) returns; None if it fails after a signal: a terminal sends Ctrl-C also to
+        the compiler for which a step waits.
+        """
+        try:
+            return function(*args)
+        except RuntimeError:
+            if self.env.world > 1 or not self.by_signal():
+                raise
+            return None
+
     def exit_code(self):
         """Return 128 + the signal's number, as shells do: 143, 130 or 129; 0 without a signal."""
         return 128 + self.signal if self.signal else 0

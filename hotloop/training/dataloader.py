@@ -114,7 +114,10 @@ class Packed(Split):
         super().__init__(folder, name, meta, T)
         if self.mask is None:
             self.mask = np.ones(self.num_tokens, np.uint8)  # the rows of this split are texts
-        self.ends = open_bin(rows_path(folder, name), '<u8').astype(np.int64)
+        path = rows_path(folder, name)
+        self.ends = open_bin(path, '<u8').astype(np.int64)
+        if not len(self.ends) or self.ends[-1] != self.num_tokens:
+            raise ValueError(f'{path} does not end at {self.num_tokens:,} tokens; prepare again')
         lengths = np.diff(self.ends, prepend=0)
         self.begins = self.ends - lengths
         kept = np.flatnonzero(lengths <= T + 1)

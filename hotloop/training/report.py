@@ -72,9 +72,9 @@ figcaption{flex-wrap:wrap}.wide .plot{height:260px;margin-right:88px}.name{width
 # run folders
 
 def read_rows(path):
-    """Read log.jsonl into a list of dicts. A kill can tear a line, which is skipped."""
+    """Read log.jsonl into a list of dicts. A kill or a power cut can damage a line, which is skipped."""
     rows = []
-    with open(path, encoding='utf-8') as f:
+    with open(path, encoding='utf-8', errors='replace') as f:
         for line in f:
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))

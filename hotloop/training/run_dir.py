@@ -44,7 +44,7 @@ def is_same_run(folder, other):
     first = []
     for path in (folder, other):
         try:
-            with open(os.path.join(path, 'log.jsonl'), encoding='utf-8') as f:
+            with open(os.path.join(path, 'log.jsonl'), encoding='utf-8', errors='replace') as f:
                 first.append(f.readline())
         except OSError:
             return not checkpoint_paths(other, best=True)

@@ -27,6 +27,8 @@ def plan_schedule(cfg, num_windows, global_batch, shift, state):
     the current batch size. state: the RunState.
     """
     max_iters, warmup_iters = cfg.max_iters, cfg.warmup_iters
+    if cfg.time_budget is not None and max_iters == type(cfg).max_iters:
+        max_iters = 10**12  # nobody gave the default, which a long budget may exceed
     if cfg.max_epochs is not None:
         max_iters = max(math.ceil((cfg.max_epochs * num_windows - shift) / global_batch), 0)
     if warmup_iters < 1:
@@ -133,7 +135,13 @@ class Deadline:
         Return the last step if the decay begins after this one, otherwise None. save: seconds. All
         processes call it after each step of an open schedule.
         """
+        return int(self.env.broadcast(self.decide(step, schedule, save, eval_interval))) or None
+
+    def decide(self, step, schedule, save, eval_interval):
+        """Do what last_step() does by the clock of this process. Returns 0 for None."""
         self.laps.append(host.process_seconds() - self.excluded)
+        if self.left() <= 0:
+            return step + 1
         # the pace is that of the later half: first steps compile, or share the machine with startup
         middle = len(self.laps) // 2
         pace = (self.laps[-1] - self.laps[middle]) / max(len(self.laps) - 1 - middle, 1)
@@ -147,10 +155,11 @@ class Deadline:
             rounds, rest = divmod(left, eval_interval * pace + evaluation + save)
             reached = evaluated + int(rounds) * eval_interval + min(int(rest / pace), eval_interval)
             last = min(last, reached)
-        last = int(self.env.broadcast(max(last, step + 1)))
-        if (last - step) * (1 - schedule.decay_fraction) > step * schedule.decay_fraction:
-            return None
-        return last
+        elif last - step > 10:
+            return 0
+        last = max(last, step + 1)
+        is_due = (last - step) * (1 - schedule.decay_fraction) <= step * schedule.decay_fraction
+        return last * is_due
 
     def measure_evaluation(self, fraction, model, splits, cfg, batch):
         """

@@ -30,6 +30,8 @@ def setting_problems(cfg):
             wrong.append(f'{name}={value} must not be negative')
         if name in ABOVE_0 and value == 0:
             wrong.append(f'{name}=0 must be above 0')
+    if cfg.seed >= 2**62:
+        wrong.append(f'seed={cfg.seed} must be below 2^62')
     if not cfg.out_dir:
         wrong.append('out_dir is empty; name a folder, for example --out_dir=out')
     for name in ('beta1', 'beta2', 'muon_momentum'):
@@ -40,6 +42,8 @@ def setting_problems(cfg):
     if cfg.time_budget is not None:  # decides when the rate decays
         if not cfg.decay_lr:
             wrong.append('decay_lr=False contradicts time_budget; remove one')
+        if cfg.lr_schedule == 'onecycle':
+            wrong.append("lr_schedule='onecycle' contradicts time_budget, whose decay is linear; remove one")
         if cfg.lr_decay_iters is not None:
             wrong.append(f'lr_decay_iters={cfg.lr_decay_iters} contradicts time_budget; remove one')
         is_open = cfg.max_epochs is None and cfg.max_iters == type(cfg).max_iters

@@ -89,6 +89,11 @@ def test_a_text_with_separators_on_their_own_lines_is_documents(tmp_path):
     story = 'Once\nupon.\r\n'
     (tmp_path / 'a.txt').write_text(f'{story}\n<|endoftext|>\n{story}<|endoftext|>\n\n<|endoftext|> x')
     assert read(tmp_path / 'a.txt') == ['Once\nupon.', 'Once\nupon.', ' x']
+    # at each place of a block, and not split where one begins to look like it
+    for shift in range(14):
+        before = 'x' * ((1 << 20) - shift)
+        (tmp_path / 'c.txt').write_text(f'{story}<|endoftext|>\n{before}<|endoftext|><|endof')
+        assert read(tmp_path / 'c.txt') == ['Once\nupon.', before, '<|endof']
     (tmp_path / 'b.py').write_text('EOT = "<|endoftext|>"\n')
     assert read(tmp_path / 'b.py') == ['EOT = "<|endoftext|>"\n']
 

@@ -109,6 +109,25 @@ def test_the_pace_is_that_of_the_later_half_of_the_steps(clock):
     assert last == 20 + int(600 - clock.now - 2 * 0.1 - EXIT)
 
 
+@pytest.mark.parametrize('fraction, max_iters', [(1.0, 10**6), (0.9, 90)])
+def test_nothing_is_decided_before_the_pace_is_known(clock, fraction, max_iters):
+    deadline = Deadline(10, RunState(), Env())
+    schedule = Schedule('linear', max_iters, warmup_iters=0, decay_fraction=fraction, is_open=True)
+    found = []
+    while not found or found[-1] is None:
+        clock.now += 20.0
+        found.append(deadline.last_step(len(found) + 1, schedule, save=0.1, eval_interval=1000))
+    assert 11 <= len(found) < found[-1] < 600 / 20
+
+
+def test_a_step_that_ends_after_the_budget_is_the_last_but_one(clock):
+    """Though a tenth of the steps should decay."""
+    deadline = Deadline(1, RunState(), Env())
+    schedule = Schedule('linear', max_iters=10**6, warmup_iters=0, decay_fraction=0.1, is_open=True)
+    clock.now += 100.0
+    assert deadline.last_step(1, schedule, save=0.1, eval_interval=1000) == 2
+
+
 def test_a_short_budget_is_not_compiled(monkeypatch):
     monkeypatch.setattr('hotloop.system.device.try_compile', lambda device: None)
     cpu = train.torch.device('cpu')

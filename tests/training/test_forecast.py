@@ -148,7 +148,8 @@ def test_an_absent_dataset_is_assumed(forecast_of):
                            (r'[\d,]+ +unknown', dict(time_budget=9)),
                            ('unknown +unknown', dict(dtype='float32'))):
         assert re.search(rf'^A100 40GB +42\.3 GB +{numbers}  fits$', forecast_of(dataset='no', **flags), re.M)
-    printed = forecast_of(batch_size=1024, loss_chunks=1)
+    assert 'assumes a vocabulary of 1,024 ids' in forecast_of(dataset='stdlib')
+    printed = forecast_of(dataset='no', batch_size=1024, loss_chunks=1)
     assert re.search('T4 .* does not fit; lower batch_size or use', printed)
 
 

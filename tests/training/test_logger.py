@@ -32,7 +32,7 @@ def test_lines_that_come_again_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / 'log.jsonl'
     lines = ['{"step": 0, "event": "start"}\n', '{"step": 1, "loss": 5}\n', '{"step": 2, "los\n',
              '{"step": 2}\n', '{"step": 2, "event": "stopped: SIGTERM"}\n', '{"step": 3}\n', '{"step": 2']
-    path.write_text(''.join(lines))
+    path.write_bytes(''.join(lines).encode().replace(b'los\n', b'los\xff\n'))
     keep_lines(path, 2)
     assert path.read_text() == lines[0] + lines[1] + lines[3]
 

@@ -1,7 +1,9 @@
 """Windows of complete rows: each row once an epoch, never cut, apart from the others; documents of texts."""
 
 import json
+import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -128,6 +130,14 @@ def test_texts_without_an_end_of_documents_cannot_be_packed(data_dir, train_tiny
     write_bins(data_dir / 'text', noise(900), noise(100))
     error = error_of(train_tiny, dataset='text', data_dir=data_dir, pack_rows=True)
     assert 'pack_rows=True needs rows, or texts with an end-of-text id' in error
+
+
+def test_a_truncated_list_of_rows_is_an_error(data_dir, tmp_path):
+    shutil.copytree(data_dir / 'chats', tmp_path / 'chats')
+    path = tmp_path / 'chats' / 'train.docs.bin'
+    for size in (80, 0):
+        os.truncate(path, size)
+        assert f'{path} does not end at' in error_of(open_rows, tmp_path)
 
 
 def test_a_mixture_of_rows(data_dir):

@@ -53,6 +53,11 @@ def test_a_time_budget_decays_from_its_step(start, warmup, expected):
         assert learning_rate(step, schedule, cfg) == pytest.approx(lr, rel=1e-9), step
 
 
+def test_the_default_of_max_iters_does_not_end_a_time_budget():
+    assert plan_schedule(TrainConfig(time_budget=1440), 100, 8, 0, RunState()).max_iters > 10**9
+    assert plan_schedule(TrainConfig(time_budget=1440, max_iters=7), 100, 8, 0, RunState()).max_iters == 7
+
+
 def test_max_iters_can_end_a_decided_time_budget_earlier():
     cfg = TrainConfig(learning_rate=1.0, min_lr=0.0, warmup_iters=0, time_budget=1.0, max_iters=18)
     schedule = plan_schedule(cfg, 100, 8, 0, RunState(decay_start=10, max_iters=20))

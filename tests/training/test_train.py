@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 
@@ -175,6 +176,27 @@ def test_an_evaluation_that_was_given_up_is_done_by_the_next_process(train_tiny,
     assert [row['step'] for row in rows(tmp_path / 'out', 'val_loss')] == [4, 8, 10]
 
 
+@pytest.mark.parametrize('name, call, step', [('train_step', 6, 5), ('evaluate_both', 2, 8)])
+def test_a_signal_that_also_ends_the_compiler_saves_and_stops(train_tiny, tmp_path, monkeypatch, name, call,
+                                                              step):
+    """Ctrl-C reaches the processes of Inductor, too. Without a signal their failure is an error."""
+    function, calls = getattr(train, name), itertools.count(1)
+
+    def failing(*args):
+        if next(calls) == call:
+            if comes:
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError('the compiler was killed')
+        return function(*args)
+    monkeypatch.setattr(train, name, failing)
+    comes = False
+    with pytest.raises(RuntimeError, match='was killed'):
+        train_tiny()
+    comes, calls = True, itertools.count(1)
+    assert train_tiny() == 143
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == step
+
+
 # -----------------------------------------------------------------------------
 # steps that are not finite, in a run
 
@@ -263,6 +285,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(multi_token=0.5, loss_chunks=4), r'multi_token=0\.5 .*loss_chunks=4'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
+    (dict(time_budget=1, lr_schedule='onecycle'), 'onecycle'), (dict(seed=2**64), 'must be below 2.62'),
     (dict(time_budget=1, max_iters=600000, warmup_iters=0.1), 'warmup_iters=0.1 is a fraction'),
     (dict(decay_fraction=0), 'decay_fraction=0.0'), (dict(save_minutes=-1), 'save_minutes=-1.0'),
     (dict(beta2=1), 'beta2=1.0'), (dict(init_from='resum'), "did you mean 'resume'"),
