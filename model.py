@@ -220,8 +220,15 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm with weights (arXiv 1910.07467). Computes in float32 and returns the dtype of the input."""
-    offset = 0.0
+    """
+    RMSNorm with offset + weights (arXiv 1910.07467; offset 1: Gemma). Computes in float32 and returns the
+    dtype of the input.
+    """
+
+    def __init__(self, size, eps, offset):
+        super().__init__(size, eps)
+        self.offset = offset
+        nn.init.constant_(self.weight, 1 - offset)
 
     def forward(self, x):
         weight = self.weight.float() + self.offset
@@ -230,10 +237,8 @@ class RMSNorm(nn.RMSNorm):
 
 def make_rms_norm(config, size):
     """Make a norm that computes x / sqrt(mean(x^2) + eps) over the last dimension, of this size."""
-    if config.norm == 'rmsnorm_weight':
-        return RMSNorm(size, config.norm_eps)
-    if config.norm == 'rmsnorm_offset':
-        return OffsetRMSNorm(size, config.norm_eps)
+    if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
+        return RMSNorm(size, config.norm_eps, int(config.norm == 'rmsnorm_offset'))
     return nn.RMSNorm(size, 1e-6 if config.norm == 'layernorm' else config.norm_eps, elementwise_affine=False)
 
 
@@ -725,7 +730,7 @@ class GPT(nn.Module):
         parts.wte = nn.Embedding(c.vocab_size, c.n_embd)
         parts.wpe = PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else unchanged
         parts.bigrams = BigramEmbedding(c.bigram_rows, c.n_embd) if c.bigram_rows else unchanged
-        scale = Scale(c.embed_scale) if c.embed_scale != 1 else unchanged
+        scale = partial(rescale, factor=c.embed_scale) if c.embed_scale != 1 else unchanged
         parts.ln_e = make_rms_norm(c, c.n_embd) if c.embed_norm else scale
         parts.drop = nn.Dropout(c.dropout)
         parts.h = nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)])
@@ -883,24 +888,9 @@ def config_from(model_args):
 # -----------------------------------------------------------------------------
 # what only imported families need
 
-class OffsetRMSNorm(RMSNorm):
-    """Multiply by 1 + weight (Gemma)."""
-    offset = 1.0
-
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight)
-
-
-class Scale(nn.Module):
+def rescale(x, *_, factor):
     """Multiply by a number, which is rounded to the dtype of the input, as in Gemma's training."""
-
-    def __init__(self, factor):
-        super().__init__()
-        dtypes = torch.float32, torch.bfloat16, torch.float16
-        self.factors = {dtype: torch.tensor(factor, dtype=dtype, device='cpu').item() for dtype in dtypes}
-
-    def forward(self, x):
-        return x * self.factors[x.dtype]
+    return x * torch.full((), factor, dtype=x.dtype, device=x.device)
 
 
 def rotate_part(x, cos, sin, part):

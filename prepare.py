@@ -32,7 +32,7 @@ from hotloop.data.documents import documents_in, is_document, plan_holdout, spli
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer_source import find_tokenizer, learn_tokenizer
-from hotloop.system.files import Progress, replacing
+from hotloop.system.files import replacing
 from hotloop.system.host import cores
 from hotloop.system.text import counted, file_size, script, shell
 
@@ -120,17 +120,6 @@ def keep_rows(pieces, path):
             yield split, piece._replace(row=None)
 
 
-def write_bins(folder, batches, dtype, has_rows):
-    """Write the batches of encode_all(). Returns {split: its metadata}."""
-    writers = {split: dataset.BinWriter(folder, split, dtype, has_rows) for split in dataset.SPLITS}
-    progress = Progress(0)
-    for encoded in batches:
-        writers[encoded.split].add(encoded)
-        progress.add(encoded.num_bytes)
-    progress.close()
-    return {split: writer.close() for split, writer in writers.items()}
-
-
 def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     """Write the documents of the files to an empty folder. Returns meta.json without the source."""
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
@@ -152,7 +141,7 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     if several and eot is None:
         print('note: the tokenizer has no end-of-text id; nothing marks where documents end')
     batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot)
-    splits = write_bins(folder, batches, id_type(tokenizer), template is not None)
+    splits = dataset.write_bins(folder, batches, id_type(tokenizer), template is not None)
     if skipped:
         print(f'skipped {counted(skipped.total(), "row")} without text or answer, or that the template '
               'cannot write, such as calls of tools')

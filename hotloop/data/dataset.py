@@ -24,7 +24,7 @@ from hotloop.data.tokenizer import (
     template_of_record,
     tokenizer_from,
 )
-from hotloop.system.files import free_number, hash_file, lock, read_json, sync_folder
+from hotloop.system.files import counting, free_number, hash_file, lock, read_json, sync_folder
 from hotloop.system.text import counted
 
 FORMAT = 1  # of meta.json
@@ -110,37 +110,35 @@ def open_bin(path, dtype):
     return np.memmap(path, dtype=dtype, mode='r') if size else np.zeros(0, dtype=dtype)
 
 
-class BinWriter:
-    """Write one split: its ids and counts; of rows also masks and the ends of documents as uint64."""
-
-    def __init__(self, folder, split, dtype, has_rows=False):
-        names = {'sha256': f'{split}.bin'}
-        if has_rows:
-            names['mask_sha256'] = f'{split}.mask.bin'
-            names['docs_sha256'] = f'{split}.docs.bin'
-        self.files = {key: open(os.path.join(folder, names[key]), 'wb') for key in names}  # noqa: SIM115
-        self.dtype = dtype
-        self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
-
-    def add(self, encoded):
-        """Append an encode.Encoded."""
-        self.files['sha256'].write(encoded.ids.astype(self.dtype, copy=False).tobytes())
-        if 'mask_sha256' in self.files:
-            self.files['mask_sha256'].write(encoded.mask.tobytes())
-            ends = self.counts['tokens'] + encoded.ends
-            self.files['docs_sha256'].write(ends.astype('<u8').tobytes())
-        self.counts['tokens'] += len(encoded.ids)
-        self.counts['bytes'] += encoded.num_bytes
-        self.counts['documents'] += len(encoded.ends)
-
-    def close(self):
-        """Flush to the disk. Returns the counts with the SHA-256 of the files."""
-        for key, file in self.files.items():
+def write_bins(folder, batches, dtype, has_rows):
+    """
+    Write each encode.Encoded: ids, of rows also masks and the ends of documents as uint64. Returns
+    {split: counts and the SHA-256 of its files}.
+    """
+    kinds = {'sha256': ''}
+    if has_rows:
+        kinds |= {'mask_sha256': '.mask', 'docs_sha256': '.docs'}
+    counts = {split: {'tokens': 0, 'bytes': 0, 'documents': 0} for split in SPLITS}
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for split in SPLITS:
+            for key, kind in kinds.items():
+                path = os.path.join(folder, f'{split}{kind}.bin')
+                files[split, key] = stack.enter_context(open(path, 'wb'))
+        for encoded in counting(batches, lambda encoded: encoded.num_bytes):
+            count = counts[encoded.split]
+            arrays = {'sha256': encoded.ids.astype(dtype, copy=False), 'mask_sha256': encoded.mask,
+                      'docs_sha256': (count['tokens'] + encoded.ends).astype('<u8')}
+            for key in kinds:
+                files[encoded.split, key].write(arrays[key].tobytes())
+            count['tokens'] += len(encoded.ids)
+            count['bytes'] += encoded.num_bytes
+            count['documents'] += len(encoded.ends)
+        for (split, key), file in files.items():
             file.flush()
             os.fsync(file.fileno())
-            file.close()
-            self.counts[key] = hash_file(file.name)
-        return self.counts
+            counts[split][key] = hash_file(file.name)
+    return counts
 
 
 @contextlib.contextmanager

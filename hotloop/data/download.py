@@ -5,7 +5,7 @@ import re
 import sys
 from urllib.parse import urlsplit
 
-from hotloop.system.files import Progress, optional, replacing
+from hotloop.system.files import counting, optional, replacing
 from hotloop.system.text import reason_of
 
 TIMEOUT = (5, 30)  # seconds to connect, and between bytes
@@ -44,11 +44,8 @@ def download(url, path):
             # The request refuses encodings, so one in the reply is that of the file itself.
             response.raw.headers.pop('Content-Encoding', None)
             size = int(response.headers.get('Content-Length', 0))
-            progress = Progress(size)
-            for chunk in response.iter_content(1 << 18):
+            for chunk in counting(response.iter_content(1 << 18), len, size):
                 f.write(chunk)
-                progress.add(len(chunk))
-            progress.close()
             if f.tell() < size:
                 raise ConnectionError('the connection was lost')
     except OSError as e:  # of requests, or of the disk

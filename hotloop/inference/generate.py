@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop.inference.kv_cache import new_cache
@@ -68,7 +67,7 @@ def draw(logits, seen, repeats, numbers, sampling):
     """
     Draw one token per row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its
     log-probability (0 unless requested, NaN where logits are not finite). seen: (B, V), ids that occurred.
-    repeats: None, or what Written.add() returns.
+    repeats: what Written.add() returned, or None.
     """
     logits = limited = logits[:, :sampling.vocab]
     if sampling.repetition_penalty != 1:
@@ -87,25 +86,26 @@ def draw(logits, seen, repeats, numbers, sampling):
 
 
 class Written:
-    """The tokens that each row has drawn, and for each of them, how many bytes up to it also end the row."""
+    """The ids that each row has drawn, and how many bytes before each of them also end the row."""
 
     def __init__(self, num_rows, sampling, device):
-        self.sampling = sampling
-        self.sizes = torch.as_tensor(sampling.sizes, dtype=torch.float32, device=device)
-        self.ids = torch.full((num_rows, sampling.max_new_tokens), -1, device=device)
-        self.match = torch.zeros(self.ids.shape, device=device)  # in bytes
+        self.device = device
+        self.sizes = sampling.sizes
+        self.ids = np.zeros((num_rows, sampling.max_new_tokens), np.int64)
+        self.match = np.zeros_like(self.ids)
         self.length = 0
+        excess = np.arange(100)  # finite in float32
+        self.penalty = np.append(np.zeros(DRY_BYTES), sampling.dry * DRY_GROWTH**excess).astype(np.float32)
 
     def add(self, tokens):
-        """Append tokens, (B, 1). Returns ids that would continue a repeat, (B, N), and their penalties."""
-        self.ids[:, self.length] = tokens[:, 0]
-        longer = F.pad(self.match[:, :-1], (1, 0)) + self.sizes[tokens]
-        self.match = torch.where(self.ids == tokens, longer, 0.0)
-        self.match[:, self.length] = 0.0  # the end itself
+        """Append a token to each row. Returns ids that would continue repeats and their penalties, (B, N)."""
+        n = self.length
+        tokens = np.array(tokens)[:, None]
+        self.match[:, 1:n + 1] = (self.match[:, :n] + self.sizes[tokens]) * (self.ids[:, :n] == tokens)
+        self.ids[:, n] = tokens[:, 0]
         self.length += 1
-        excess = (self.match - DRY_BYTES).clamp(max=99)  # finite in float32
-        penalty = torch.where(excess < 0, 0.0, self.sampling.dry * DRY_GROWTH**excess)
-        return self.ids.roll(-1, 1).clamp(min=0), penalty
+        penalty = self.penalty[self.match.clip(max=len(self.penalty) - 1)]
+        return [torch.from_numpy(part).to(self.device) for part in (self.ids, penalty)]
 
     def select(self, rows):
         self.ids = self.ids[rows]
@@ -257,6 +257,6 @@ def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False)
             if written:
                 written.select(alive)
         if written:
-            repeats = written.add(tokens)
+            repeats = written.add([row.context[-1] for row in rows])
         slide(model, cache, rows, sampling.bos)
         drawn = step(model, cache, tokens, seen, repeats, uniform_numbers(rows, device), sampling)

@@ -149,22 +149,17 @@ def optional(module, purpose, package=None):
         raise ValueError(f'{package} is not installed; it {purpose}: pip install {package}') from None
 
 
-class Progress:
-    """Show the bytes that are done on stderr, every two seconds. total=0: unknown."""
-
-    def __init__(self, total):
-        self.total = total
-        self.done = 0
-        self.last = time.time()
-        self.end = ''
-
-    def add(self, num_bytes):
-        self.done += num_bytes
-        if time.time() - self.last > 2:
-            of_total = f' of {file_size(self.total)}' if self.total else ''
-            print(f'\r{file_size(self.done)}{of_total}   ', end='', flush=True, file=sys.stderr)
-            self.last = time.time()
-            self.end = '\n'
-
-    def close(self):
-        print(end=self.end, file=sys.stderr)
+def counting(chunks, size_of, total=0):
+    """Yield the chunks. Every two seconds the bytes that are done are shown on stderr. total=0: unknown."""
+    done = 0
+    last = time.time()
+    end = ''
+    for chunk in chunks:
+        yield chunk
+        done += size_of(chunk)
+        if time.time() - last > 2:
+            of_total = f' of {file_size(total)}' if total else ''
+            print(f'\r{file_size(done)}{of_total}   ', end='', flush=True, file=sys.stderr)
+            last = time.time()
+            end = '\n'
+    print(end=end, file=sys.stderr)
