@@ -177,7 +177,7 @@ def strength(place, files):
         return 0
     if place.startswith('--'):
         return len(files) + 1
-    return 1 + files.index(place.rpartition(', line ')[0])
+    return len(files) - files[::-1].index(place.rpartition(', line ')[0])
 
 
 def configure(*classes, argv=None, files=True, about='', below=None, origin='the checkpoint', check=True,

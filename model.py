@@ -119,7 +119,7 @@ class GPTConfig:
             nearest = max(1, round(c.n_embd / c.n_head)) * c.n_head
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
         elif c.position == 'rope' and c.head_dim % 2:
-            wrong.append(f'head_dim={c.head_dim} (n_embd / n_head) is odd; rotary positions need an even one')
+            wrong.append(f'head_dim={c.head_dim} is odd; rotary positions need an even one (n_embd / n_head)')
         is_rope = c.position == 'rope'
         attends = 'A' in c.mixers()
         for name, applies, where in (
@@ -239,6 +239,7 @@ def make_rms_norm(config, size):
     """Make a norm that computes x / sqrt(mean(x^2) + eps) over the last dimension, of this size."""
     if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
         return RMSNorm(size, config.norm_eps, int(config.norm == 'rmsnorm_offset'))
+    # with layernorm norm_eps belongs to the LayerNorms alone
     return nn.RMSNorm(size, 1e-6 if config.norm == 'layernorm' else config.norm_eps, elementwise_affine=False)
 
 
@@ -270,7 +271,7 @@ class BigramEmbedding(nn.Embedding):
         if cache is None:
             before = F.pad(before[:, :-1], (1, 0)).masked_fill(position == 0, 0)
         else:
-            before = cache.extend(-1, before[:, None, :, None])[:, 0, :-1, 0]
+            before = cache.extend(-1, before[:, None, :, None])[:, 0, :-1, 0]  # layer -1 keeps the last id
         return x + super().forward((36313 * idx ^ 27191 * before) % self.num_embeddings)
 
 
@@ -331,7 +332,8 @@ def shift_keys(k, layer, cache, place):
 def positions_in(documents):
     """Count the position of each token within its document, (B, T). documents: (B, T), rising numbers."""
     position = torch.arange(documents.size(1), device=documents.device)
-    return position - (position * F.pad(documents.diff(dim=1) != 0, (1, 0))).cummax(1).values
+    begins = F.pad(documents.diff(dim=1) != 0, (1, 0))
+    return position - (position * begins).cummax(1).values
 
 
 # -----------------------------------------------------------------------------
@@ -358,14 +360,14 @@ def plain_attention(q, k, v, mask=None, dropout=0.0, is_causal=False):
                                           enable_gqa=q.size(1) > k.size(1))
 
 
-def attend_in_window(q, k, v, dropout, window, kernel):
+def attend_in_window(q, k, v, dropout, window, sdpa):
     """
     Compute causal attention over the last `window` keys (None: all) for blocks of queries, each with the keys
     it reaches: there is no T x T mask and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D).
     """
     T = q.size(2)
     size, window = min(T, QUERIES), min(window or T, T)
-    if window == T and kernel is plain_attention:
+    if window == T and sdpa is plain_attention:
         return plain_attention(q, k, v, dropout=dropout, is_causal=True)
     # Rows are a block of queries; columns are the keys of the window before the block, then its own.
     row, column = torch.arange(size, device=q.device), torch.arange(window - 1 + size, device=q.device)
@@ -374,21 +376,21 @@ def attend_in_window(q, k, v, dropout, window, kernel):
     parts = []
     for start in range(0, T, size):
         end, first = min(start + size, T), max(start - window + 1, 0)
-        left = first - (start - window + 1)  # columns before the first key
+        left = first - (start - window + 1)  # the first blocks have fewer keys before them
         part = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
-        parts.append(kernel(*part, mask[:end - start, left:left + end - first], dropout))
+        parts.append(sdpa(*part, mask[:end - start, left:left + end - first], dropout))
     return torch.cat(parts, 2)
 
 
-def attend_within(q, k, v, dropout, window, documents, kernel):
+def attend_within(q, k, v, dropout, window, documents, sdpa):
     """Compute attend_in_window() within each document. documents: (B, T), rising numbers; None: one a row."""
     if documents is None:
-        return attend_in_window(q, k, v, dropout, window, kernel)
+        return attend_in_window(q, k, v, dropout, window, sdpa)
     rows = []
     for row, numbers in enumerate(documents):
         lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
         parts = zip(*(tensor[row:row + 1].split(lengths, 2) for tensor in (q, k, v)), strict=True)
-        rows.append(torch.cat([attend_in_window(*part, dropout, window, kernel) for part in parts], 2))
+        rows.append(torch.cat([attend_in_window(*part, dropout, window, sdpa) for part in parts], 2))
     return torch.cat(rows)
 
 
@@ -399,7 +401,7 @@ FLEX_DEVICES = ('cuda',)  # where FlexAttention attends within windows and docum
 
 
 def compiled(function, **options):
-    """Return a function compiled at its first call; within a graph, which is compiled as one, itself."""
+    """Return a function compiled at its first call; while a graph is traced, itself, to become part of it."""
     return function if torch.compiler.is_compiling() else compiled_alone(function, **options)
 
 
@@ -464,8 +466,9 @@ class Attention(nn.Module):
         self.head_gate = None
         if config.head_gate:  # from the first channels of the input (modded-nanogpt, record 28)
             self.head_gate = nn.Parameter(torch.zeros(config.n_head, config.gate_channels))
-        self.state_shapes = {'past': (config.n_kv_head, 1, D)} if config.key_shift else {}  # the last key
-        self.features = None  # kernel attention; checkpoints have its directions under this name
+        # what a KVCache keeps for each row; here the last key
+        self.state_shapes = {'past': (config.n_kv_head, 1, D)} if config.key_shift else {}
+        self.features = None  # a KernelAttention with mixer='kernel'; the name is that of checkpoints
         if config.mixers()[layer] == 'K':
             from hotloop.mixers.kernel import KernelAttention
             self.features = KernelAttention(config, layer)
@@ -560,7 +563,7 @@ class Conv(nn.Module):
         y = 0
         for i, tap in enumerate(taps):
             before = past[:, i:i + T]  # (B, T, C)
-            if place is not None:
+            if place is not None:  # nothing from the document before
                 before = before * (place >= len(taps) - 1 - i)[..., None]
             y = y + tap * before
         return self.dropout(self.c_proj(y) * torch.sigmoid(gate + self.gate_shift.to(x.dtype)))
@@ -612,7 +615,7 @@ class Block(nn.Module):
         self.mix = X0Mix() if config.x0_mix else unchanged
         self.ln_1 = make_norm(config)
         self.attn = make_mixer(config, layer)
-        self.ln_1_post = make_norm(config) if config.post_norm else nn.Identity()  # diagnose.py hooks it
+        self.ln_1_post = make_norm(config) if config.post_norm else nn.Identity()  # a module, for diagnose.py
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
         self.ln_2_post = make_norm(config) if config.post_norm else nn.Identity()
@@ -677,8 +680,8 @@ def loss_ahead(logits, targets, documents, weights, smoothing):
     """
     Compute the cross-entropy of the next tokens, (B,), from their logits, (B, T, V). Its gradient, not its
     value, includes the weighted cross-entropy of the tokens after the next one (modded-nanogpt, record 53).
-    weights: of the token two ahead, three ahead, and so on. documents: as in GPT.forward(); no token is
-    predicted from another document.
+    weights: of the token two ahead, three ahead, and so on. documents: as in GPT.forward(); these tokens are
+    of the same document.
     """
     # One softmax of flat logits for all: compiled, other forms read and write all logits several times more.
     logp = logits.flatten(0, 1).log_softmax(1)
@@ -723,14 +726,14 @@ class GPT(nn.Module):
             raise ValueError('; '.join(wrong))
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
-        # Set from outside after construction, as are the buffers `feedback` and `ahead` below.
+        # train.py sets these, and the buffers `feedback` and `ahead` below, after construction.
         self.compute_dtype = torch.float32  # of activations
         self.loss_chunks = 1  # for head and loss; more if memory is short
         self.transformer = parts = nn.Module()
         parts.wte = nn.Embedding(c.vocab_size, c.n_embd)
         parts.wpe = PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else unchanged
         parts.bigrams = BigramEmbedding(c.bigram_rows, c.n_embd) if c.bigram_rows else unchanged
-        scale = partial(rescale, factor=c.embed_scale) if c.embed_scale != 1 else unchanged
+        scale = partial(rescale, factors=rounded_factors(c.embed_scale)) if c.embed_scale != 1 else unchanged
         parts.ln_e = make_rms_norm(c, c.n_embd) if c.embed_norm else scale
         parts.drop = nn.Dropout(c.dropout)
         parts.h = nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)])
@@ -783,7 +786,7 @@ class GPT(nn.Module):
         """
         Return the logits of the last position, (B, V); with targets, the summed cross-entropy in nats:
         (1, B), of each sequence, or (1, 1) in training with loss_chunks above 1; callers use .sum(). Both are
-        float32. One row, so that nanoGPT's `logits, loss = model(x, y)` is an error for two sequences too.
+        float32. A row, because nanoGPT's `logits, loss = model(x, y)` would unpack a tensor of two sequences.
 
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         targets: (B, T) ids, or -1 for a masked token.
@@ -869,7 +872,8 @@ class GPT(nn.Module):
             self.load_state_dict(weights)
         except RuntimeError as e:
             raise ValueError(f'the weights do not fit the model: {" ".join(str(e).split())[:500]}') from None
-        wte, head = weights['transformer.wte.weight'], weights['lm_head.weight']  # NaN differs from itself
+        wte, head = weights['transformer.wte.weight'], weights['lm_head.weight']
+        # the same tensor may hold NaN, which differs from itself
         if self.config.tie and wte.data_ptr() != head.data_ptr() and not torch.equal(wte, head):
             raise ValueError('the weights do not fit the model: tie=True, but embedding and head differ')
 
@@ -879,7 +883,7 @@ def config_from(model_args):
     unknown = sorted(model_args.keys() - {f.name for f in fields(GPTConfig)})
     if unknown:
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
-    # of checkpoints that do not name them
+    # what checkpoints had before these were settings
     earlier = {'key_shift': False, 'mixer': 'attention', 'bigram_rows': 0, 'value_embed': False,
                'head_gate': False}
     return GPTConfig(**{**earlier, **model_args})
@@ -888,9 +892,15 @@ def config_from(model_args):
 # -----------------------------------------------------------------------------
 # what only imported families need
 
-def rescale(x, *_, factor):
-    """Multiply by a number, which is rounded to the dtype of the input, as in Gemma's training."""
-    return x * torch.full((), factor, dtype=x.dtype, device=x.device)
+def rescale(x, factors):
+    """Multiply by the factor of the dtype of the input."""
+    return x * factors[x.dtype]
+
+
+def rounded_factors(factor):
+    """Round a factor to each dtype, as in Gemma's training, on the host: a graph would not round it."""
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    return {dtype: torch.tensor(factor, dtype=dtype, device='cpu').item() for dtype in dtypes}
 
 
 def rotate_part(x, cos, sin, part):

@@ -87,7 +87,7 @@ class SampleConfig:
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
     min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
     repetition_penalty: float = 1.0  # above 1: fewer tokens that occurred before (arXiv 1909.05858)
-    dry: float | None = None  # strength of a penalty on repeated texts (DRY); None: 0.8, chats 0
+    dry: float | None = None  # penalty on repeats (DRY); None: 0.8, but 0 for chats, code and greedy texts
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
     seed: int = 1337  # of the first sample; each sample depends only on its seed and prompt
     # --- output
@@ -205,8 +205,10 @@ def chat(model, tokenizer, template, cfg):
         prompt = Prompt('', '', ids, split_stops(cfg.stop, template), is_answer=True)
         for text, piece in write(model, tokenizer, [prompt], cfg):
             print(piece, end='\n' if text.finish else '', flush=True)
-        # thoughts of earlier answers are dropped, as by the templates of Qwen 3 and DeepSeek R1
-        turns.append(('assistant', text.text.rpartition('</think>')[2].lstrip()))
+        answer = text.text
+        if '</think>' in answer:  # earlier thoughts leave, as in the templates of Qwen 3 and DeepSeek R1
+            answer = answer.rpartition('</think>')[2].lstrip()
+        turns.append(('assistant', answer))
         cfg = replace(cfg, seed=cfg.seed + 1)
 
 

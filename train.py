@@ -14,7 +14,7 @@ micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds 
 from hotloop.system import host  # starts the clock of this process
 
 if __name__ == '__main__':
-    host.end_spins_early(1000)  # must precede the import of torch
+    host.end_spins_early(1000)  # idle OpenMP threads soon sleep; torch reads this when it is imported
 
 import dataclasses
 import functools
@@ -187,12 +187,12 @@ def read_settings(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, pairs=PAIRS)
     peek = read(argv=argv, check=False)  # finds what decides the settings below files and flags
-    cfg = peek.objects[2]
+    _, _, cfg = peek.objects
     latest = find_latest(cfg)
     below = {}
     gives_shape = not SHAPE.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
-    chooses_depth = names_nothing and cfg.time_budget and not gives_shape
+    chooses_depth = names_nothing and cfg.time_budget is not None and not gives_shape
     if latest:  # the settings of the run
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
@@ -200,17 +200,17 @@ def read_settings(argv=None):
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
     elif cfg.depth is not None or chooses_depth:  # those that suit the depth
-        place = peek.given.get('n_layer')
-        if peek.given.get('depth') == '--depth' and place not in (None, '--n_layer'):
-            raise ValueError(f'--depth={cfg.depth} and {place} both give the shape; omit one')
+        given_at = peek.given.get('n_layer')
+        if peek.given.get('depth') == '--depth' and given_at not in (None, '--n_layer'):
+            raise ValueError(f'--depth={cfg.depth} and {given_at} both give the shape; omit one')
         below = choose_settings(cfg, peek.given)
-    elif names_nothing and not (gives_shape and 'dataset' in peek.given):  # those of the machine's card
+    elif names_nothing and gives_shape and 'dataset' in peek.given:
+        print0('card: none, because the command gives a dataset and settings of the model; the rest is '
+               "nanoGPT's defaults (--depth=N chooses others)")
+    elif names_nothing:  # those of the machine's card
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
-    elif names_nothing:
-        print0('card: none, because the command gives a dataset and settings of the model; the rest is '
-               "nanoGPT's defaults (--depth=N chooses others)")
     found = read(argv=argv, below=below, check=False)
     model, lora, cfg = found.objects
     if latest:
@@ -273,6 +273,7 @@ def wrap(model, cfg, env):
         # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
         functorch = importlib.import_module('torch._functorch.config')
         functorch.ban_recompute_materialized_backward = False
+    # with several processes each block is compiled alone, so that its gradients can be sent early
     set_blocks(model, cfg.recompute, compiles=env.compile and env.world > 1)
     if env.world == 1:
         train_model = torch.compile(model, dynamic=False) if env.compile else model
@@ -311,14 +312,14 @@ def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
     model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     total = torch.zeros((), device=env.device)
     for i, load in enumerate(loaders):
-        *batch, seed = load()
+        *batch, seed = load()  # batch: idx, targets and perhaps documents of GPT.forward()
         if env.device.type == 'cpu':
             torch.default_generator.manual_seed(seed)  # 2 microseconds; torch.manual_seed() takes 170
         else:
             torch.manual_seed(seed)
         with gradient_sync(model, cfg.shard, last=i + 1 == len(loaders)):
             loss = model(*batch).sum()
-            # times world: DDP and FSDP average gradients over the processes, and the sum is wanted
+            # DDP and FSDP average over the processes, and the sum is wanted, so world multiplies the loss
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         total += loss.detach()
     if env.world > 1:
@@ -335,10 +336,11 @@ def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
     skipped = (~torch.isfinite(norm + total)).float()
     if cfg.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
-    # on Apple GPUs the fused kernel ignores found_inf (by PyTorch's source; not run), so the host decides
+    # found_inf is GradScaler's private handshake: 1 skips the update, without waiting for the device.
+    # Apple's kernel ignores it (by PyTorch's source; not run), so there the host decides.
     if not (env.device.type == 'mps' and bool(skipped)):
         for optimizer in optimizers:
-            optimizer.found_inf = skipped  # GradScaler's private handshake: 1 skips the update
+            optimizer.found_inf = skipped
             optimizer.step()
     scaler.update()
     return StepResult(total, norm, skipped)
@@ -375,7 +377,7 @@ def build_model(settings, dataset, env):
     model_cfg, cfg, given, meta = settings.model, settings.train, settings.given, dataset.meta
     checkpoint = settings.latest.checkpoint if settings.latest else {}
     if not checkpoint and cfg.init_from == 'scratch':
-        size = meta['vocab_size']
+        size = meta['vocab_size']  # of foreign bins, which have no meta file of ours, a guess
         if not meta['foreign'] and size >= 4096:  # GPUs multiply multiples of 64 faster
             size = math.ceil(size / 64) * 64
         config = dataclasses.replace(model_cfg, vocab_size=model_cfg.vocab_size or size)
@@ -439,11 +441,11 @@ def build_run(settings, datasets, env):
         record['hf_config'] = origin['hf_config']
     if latest:
         compare_record(record, checkpoint, cfg.dataset)
-    if base:
+    if base:  # adapters are trained
         record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         print0(describe_adapters(record['lora'], model, env.dtype))
         if checkpoint:
-            model.load_weights({**model.state_dict(), **checkpoint['model']})
+            model.load_weights({**model.state_dict(), **checkpoint['model']})  # which has the adapters alone
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     if cfg.shard == 'none' or env.world == 1:
@@ -462,7 +464,7 @@ def build_run(settings, datasets, env):
     elif cfg.eval_only:
         state.iter_num = origin.get('iter_num', 0)
     batches = Batches(splits['train'], batch_cfg, env, state.shift(T, global_batch))
-    set_up_loss(model, batches.micro_batch * T, cfg, env)
+    set_loss_and_feedback(model, batches.micro_batch * T, cfg, env)
     eval_model, train_model = wrap(model, cfg, env)
     # after wrap(), which may divide the parameters among processes
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
@@ -482,7 +484,7 @@ def build_run(settings, datasets, env):
                state, record)
 
 
-def set_up_loss(model, num_tokens, cfg, env):
+def set_loss_and_feedback(model, num_tokens, cfg, env):
     """Set how a model computes the loss of num_tokens, a micro-batch, and the gradient."""
     set_loss(model, num_tokens, cfg, env)
     if cfg.feedback == 'dfa':
@@ -522,18 +524,18 @@ def train(run, schedule, checkpoints, log, stop):
     while True:
         pause_began = time.perf_counter()
         step = state.iter_num
-        last = step >= schedule.max_iters
+        is_last = step >= schedule.max_iters
         best = False
         is_unsaved = step != checkpoints.saved_step
         stopping = stop.requested()
-        is_due = last or state.evaluated_at is None or (step and step % cfg.eval_interval == 0)
+        is_due = is_last or state.evaluated_at is None or (step and step % cfg.eval_interval == 0)
         if is_due and step != state.evaluated_at:
             evaluation = stop.unless_signaled(evaluate_both, run.eval_model, run.splits, cfg,
                                               batches.micro_batch, env, run.byte_counts, stop.by_signal)
             if evaluation is None:  # a signal came; the resumed run evaluates this step again
                 stopping = True
             else:
-                # a best.pt that could not be written does not count
+                # the lowest loss whose best.pt was written, because others do not count
                 state.best_val_loss = env.broadcast(checkpoints.written_best())
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
@@ -541,16 +543,16 @@ def train(run, schedule, checkpoints, log, stop):
                 save_is_due = save_is_due or cfg.always_save_checkpoint
                 if deadline:
                     deadline.evaluation = evaluation.seconds
-        out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not last
+        out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not is_last
         stopping = stopping or out_of_patience
         # any: the clocks of processes differ
         save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # a periodic save waits for a finite step, or it would replace the last good ones
-        if is_unsaved and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
-            save(best, final=last or stopping)
+        if is_unsaved and step and (best or is_last or stopping or (save_is_due and meter.state()[1] == 0)):
+            save(best, final=is_last or stopping)
             saved_at = time.monotonic()
             save_is_due = False
-        if last or stopping:
+        if is_last or stopping:
             break
         pause = time.perf_counter() - pause_began
         meter.began += pause
@@ -566,7 +568,7 @@ def train(run, schedule, checkpoints, log, stop):
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
         result = stop.unless_signaled(train_step, run.train_model, data, run.optimizers, run.scaler, cfg, env,
                                       penalty)
-        if result is None:  # save and stop
+        if result is None:  # a signal ended it; the next round saves and stops
             continue
         meter.add(result, data.num_targets)
         step += 1
@@ -578,8 +580,8 @@ def train(run, schedule, checkpoints, log, stop):
             log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
             schedule = decide_length(run, schedule, deadline, meter, checkpoints)
-            save_is_due = save_is_due or not schedule.is_open
-    log.end(state, last and not stop.by_signal(), out_of_patience, run.record.get('template'))
+            save_is_due = save_is_due or not schedule.is_open  # a resume must keep the decision
+    log.end(state, is_last and not stop.by_signal(), out_of_patience, run.record.get('template'))
     return stop.exit_code()
 
 
@@ -589,12 +591,12 @@ def decide_length(run, schedule, deadline, meter, checkpoints):
     step = state.iter_num
     meter.began += deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
                                                batches.micro_batch)
-    last = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
-    if last is None:
+    last_step = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
+    if last_step is None:
         return schedule
-    state.decay_start, state.max_iters = step, last
+    state.decay_start, state.max_iters = step, last_step
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, state)
-    print0(f'time budget: decaying the learning rate over steps {step:,}-{last:,}')
+    print0(f'time budget: decaying the learning rate over steps {step:,}-{last_step:,}')
     if env.rank == 0:
         write_config(cfg.out_dir, run.record['config'], schedule)
     return schedule
@@ -689,6 +691,7 @@ def open_folders(run, schedule, checkpoints, latest):
     if latest:
         checkpoints.promote(latest)
         print0(f'resuming at step {run.state.iter_num:,}')
+    # a run that has ended keeps its config.py
     if run.state.iter_num < schedule.max_iters or not os.path.exists(os.path.join(cfg.out_dir, 'config.py')):
         write_config(cfg.out_dir, run.record['config'], schedule)
     if cfg.mirror_dir:

@@ -10,7 +10,8 @@ if sys.version_info < (3, 11):  # noqa: UP036  the scripts import this first; Py
 def load(source='out', **settings):
     """
     Load a run, a folder of weights or a model of the hub: load('out').generate('ROMEO:'). settings: of
-    sample.py, such as device, dtype, quantize, template or temperature. Its `gpt` can be trained.
+    sample.py, such as device, dtype, quantize, template or temperature. Its `gpt` can be trained,
+    unless it is quantized, so its weights are not packed as by sample.py.
     """
     import os
 

@@ -327,7 +327,7 @@ def test_modern_blocks_start_as_the_identity_and_the_head_as_uniform():
     (dict(n_head=4, n_embd=64, n_kv_head=3), 'n_head=4 is not divisible by n_kv_head=3'),
     (dict(n_layer=0, vocab_size=0), 'vocab_size=0 must be at least 1; n_layer=0'),
     (dict(dropout=1.0, softcap=math.nan), 'dropout=1.0.*softcap=nan'),
-    (dict(preset='modern', n_embd=12, n_head=4), 'head_dim=3 .* is odd; rotary positions need an even'),
+    (dict(preset='modern', n_embd=12, n_head=4), 'head_dim=3 is odd; rotary positions need an even'),
     (dict(preset='modern', rope_base=1.0), 'rope_base=1.0 must be above 1 and finite'),
     (dict(window=0), 'window=0 must be at least 1'),
     (dict(window_pattern='SL'), "window_pattern='SL' must contain an S, only S and L, and need a window"),

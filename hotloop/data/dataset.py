@@ -112,10 +112,10 @@ def open_bin(path, dtype):
 
 def write_bins(folder, batches, dtype, has_rows):
     """
-    Write each encode.Encoded: ids, of rows also masks and the ends of documents as uint64. Returns
-    {split: counts and the SHA-256 of its files}.
+    Write the bins of a dataset from encode.Encoded batches: ids and, for rows, masks and the ends of
+    documents (uint64). Returns {split: counts and the SHA-256 of its files}.
     """
-    kinds = {'sha256': ''}
+    kinds = {'sha256': ''}  # {name of the hash in meta.json: end of the file's name, before .bin}
     if has_rows:
         kinds |= {'mask_sha256': '.mask', 'docs_sha256': '.docs'}
     counts = {split: {'tokens': 0, 'bytes': 0, 'documents': 0} for split in SPLITS}

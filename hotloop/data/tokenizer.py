@@ -52,8 +52,9 @@ class Tokenizer:
 
     @cached_property
     def visible_sizes(self):
-        """Count the bytes of each id that are not white space."""
-        return np.array([len(b''.join(piece.split())) for piece in self.pieces], dtype=np.int64)
+        """Count the bytes of each id that are not white space. Special ids have none."""
+        sizes = [len(b''.join(piece.split())) for piece in self.pieces]
+        return np.minimum(sizes, self.sizes)
 
     @cached_property
     def specials(self):

@@ -19,9 +19,9 @@ NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it div
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-# DRY ("don't repeat yourself"): if the last n bytes of a text, white space not counted, occurred before, the
-# token that followed them there loses dry x 1.2^(n - 4) of its logit, from n = 4 on. Others count tokens;
-# bytes treat characters and words alike.
+# DRY ("don't repeat yourself"): if the end of what a row has drawn, n bytes without white space, occurred
+# before, the token that followed there loses dry x 1.2^(n - 4) of its logit, from n = 4 on. Other programs
+# count tokens; bytes treat tokenizers of characters and of words alike.
 DRY_BYTES = 4
 DRY_GROWTH = 1.2
 
@@ -86,12 +86,18 @@ def draw(logits, seen, repeats, numbers, sampling):
 
 
 class Written:
-    """The ids that each row has drawn, and how many bytes before each of them also end the row."""
+    """
+    What each row has drawn: ids, and for each of them, how many bytes before it the row also ends with.
+    static: the step is compiled for fixed shapes.
+    """
 
-    def __init__(self, num_rows, sampling, device):
+    def __init__(self, num_rows, sampling, device, static):
         self.device = device
+        self.static = static
         self.sizes = sampling.sizes
-        self.ids = np.zeros((num_rows, sampling.max_new_tokens), np.int64)
+        # a power of two, because each width is compiled
+        width = max(128, 1 << (sampling.max_new_tokens - 1).bit_length())
+        self.ids = np.zeros((num_rows, width), np.int64)
         self.match = np.zeros_like(self.ids)
         self.length = 0
         excess = np.arange(100)  # finite in float32
@@ -104,8 +110,9 @@ class Written:
         self.match[:, 1:n + 1] = (self.match[:, :n] + self.sizes[tokens]) * (self.ids[:, :n] == tokens)
         self.ids[:, n] = tokens[:, 0]
         self.length += 1
-        penalty = self.penalty[self.match.clip(max=len(self.penalty) - 1)]
-        return [torch.from_numpy(part).to(self.device) for part in (self.ids, penalty)]
+        used = slice(None) if self.static else slice(self.length)
+        penalty = self.penalty[self.match[:, used].clip(max=len(self.penalty) - 1)]
+        return [torch.from_numpy(part).to(self.device) for part in (self.ids[:, used], penalty)]
 
     def select(self, rows):
         self.ids = self.ids[rows]
@@ -237,7 +244,7 @@ def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False)
     cache = new_cache(model, len(rows), max(map(len, contexts)) + sampling.max_new_tokens, static=compiled)
     cache.put(slice(None), prefilled, sources)
     drawn = draw(logits[sources], seen, None, uniform_numbers(rows, device), sampling)
-    written = Written(len(rows), sampling, device) if sampling.dry else None
+    written = Written(len(rows), sampling, device, compiled) if sampling.dry else None
     repeats = None
     del prefilled, logits
     step = compile_step(model) if compiled else sdpa_kernel(WITHOUT_CUDNN)(decode_step)

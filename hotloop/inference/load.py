@@ -58,7 +58,7 @@ class Model:
 
     def prepare(self, pack=True):
         """
-        Move the GPT to the device, in the dtype and quantization of the settings. Returns self. pack: in
+        Move the GPT to the device, in the dtype and quantization of the settings. Returns self. pack: as in
         prepare_for_inference(); packed weights have no gradients.
         """
         pack = pack and not self.cfg.compile

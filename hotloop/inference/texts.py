@@ -1,9 +1,9 @@
 """Prompts in, texts out: encode prompts in a chat template, and continue them until they end."""
 
 import codecs
+import contextlib
 import sys
 from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer
@@ -37,7 +37,8 @@ def make_prompts(rows, model, tokenizer, template, cfg):
             shown = text if used == 'joined' else f'{text}\n'
             ids = turn_ids(tokenizer, turns, used)
             if len(turns) > 1 and used in CHATS:
-                _, ids = fit_turns(model, tokenizer, turns, used, cfg.max_new_tokens)
+                with contextlib.suppress(ValueError):  # the last message alone is too long: write() says so
+                    _, ids = fit_turns(model, tokenizer, turns, used, cfg.max_new_tokens)
             prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used), is_answer=True))
         elif suited in (None, 'joined'):
             text = ''.join(part for part, *_ in parts_before_answer(turns, 'joined'))
@@ -155,8 +156,9 @@ def write(model, tokenizer, prompts, cfg):
     Text after another, as soon as characters are certain. They begin with what the prompt shows,
     and the last of a Text come when it is finished.
     """
-    for is_answer, alike in groupby(prompts, attrgetter('is_answer')):  # a file may have texts and chats
-        yield from write_alike(model, tokenizer, list(alike), sampling_of(cfg, tokenizer, is_answer), cfg)
+    # a file may have texts and chats, which are drawn differently
+    for sampling, alike in groupby(prompts, lambda prompt: sampling_of(cfg, tokenizer, prompt.is_answer)):
+        yield from write_alike(model, tokenizer, list(alike), sampling, cfg)
 
 
 def write_alike(model, tokenizer, prompts, sampling, cfg):

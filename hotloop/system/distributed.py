@@ -131,14 +131,15 @@ class StopRequest:
 
     def unless_signaled(self, function, *args):
         """
-        Return what function(*args) returns; None if it fails after a signal: a terminal sends Ctrl-C also to
-        the compiler for which a step waits.
+        Return function(*args), or None if it raises RuntimeError after a signal: Ctrl-C in a terminal also
+        reaches the compiler that a step waits for.
         """
         try:
             return function(*args)
-        except RuntimeError:
+        except RuntimeError as e:
             if self.env.world > 1 or not self.by_signal():
                 raise
+            print0(f'the signal interrupted {function.__name__}(): {type(e).__name__}')
             return None
 
     def exit_code(self):

@@ -348,7 +348,7 @@ class Batches:
         return step * self.global_batch + self.shift
 
     def step(self, step):
-        """Return the StepData of a step."""
+        """Return the StepData of a step, counted from 0."""
         index = np.arange(self.windows_before(step), self.windows_before(step + 1))
         starts = self.split.starts(self.seed, index)
         num_targets = self.split.num_targets(starts)

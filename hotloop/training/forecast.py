@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotloop.data.dataset import Dataset, open_datasets
-from hotloop.data.sources import CORPORA
+from hotloop.data.sources import CORPORA, PLAIN
 from hotloop.system.device import PEAK_FLOPS, choose_device, choose_dtype, device_memory, measure_flops
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration, file_size, wrapped
@@ -176,7 +176,7 @@ def memory_of(config, cfg, lora, env, memory):
     gradients = weights
     if cfg.gradient_accumulation_steps == 1:  # they take the place of activations
         gradients = max(weights - activations, 0)
-    if env.device.type == 'cpu':
+    if env.device.type != 'cuda':
         parts['copy for a save'] = weights + optimizer
     return {**parts, 'gradients': gradients, 'optimizer': optimizer, 'activations and logits': activations}
 
@@ -207,8 +207,9 @@ def dry_run(settings, model_of):
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
     except ValueError as e:
         size = 50304
-        if cfg.dataset in CORPORA and CORPORA[cfg.dataset].tokenizer.startswith('bpe:'):  # before prepare.py
-            size = int(CORPORA[cfg.dataset].tokenizer.removeprefix('bpe:'))
+        tokenizer = CORPORA.get(cfg.dataset, PLAIN).tokenizer
+        if tokenizer.startswith('bpe:'):
+            size = int(tokenizer.removeprefix('bpe:'))
         model = model_of(settings, Dataset(cfg.dataset, '', {'vocab_size': size, 'foreign': True}, 1.0))
         vocab_size = model.config.vocab_size
         lines.append(f'note: the forecast assumes a vocabulary of {vocab_size:,} ids, because {e}')

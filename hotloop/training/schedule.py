@@ -28,7 +28,7 @@ def plan_schedule(cfg, num_windows, global_batch, shift, state):
     """
     max_iters, warmup_iters = cfg.max_iters, cfg.warmup_iters
     if cfg.time_budget is not None and max_iters == type(cfg).max_iters:
-        max_iters = 10**12  # nobody gave the default, which a long budget may exceed
+        max_iters = 10**12  # the default is no limit; a long budget may exceed it
     if cfg.max_epochs is not None:
         max_iters = max(math.ceil((cfg.max_epochs * num_windows - shift) / global_batch), 0)
     if warmup_iters < 1:
@@ -138,15 +138,18 @@ class Deadline:
         return int(self.env.broadcast(self.decide(step, schedule, save, eval_interval))) or None
 
     def decide(self, step, schedule, save, eval_interval):
-        """Do what last_step() does by the clock of this process. Returns 0 for None."""
+        """Decide as last_step() does, by the clock of this process. Returns 0 for None."""
         self.laps.append(host.process_seconds() - self.excluded)
         if self.left() <= 0:
-            return step + 1
+            return step
         # the pace is that of the later half: first steps compile, or share the machine with startup
-        middle = len(self.laps) // 2
+        middle = (len(self.laps) - 1) // 2
         pace = (self.laps[-1] - self.laps[middle]) / max(len(self.laps) - 1 - middle, 1)
         last = schedule.max_iters
-        if pace > 0 and (len(self.laps) > 10 or self.left() < self.budget / 4):
+        is_early = last - step > 10 and len(self.laps) <= 10 and self.left() >= self.budget / 4
+        if is_early or (pace == 0 and last > step + 1):
+            return 0
+        if pace > 0:
             evaluation = self.evaluation or 0.0
             evaluated = (step - 1) // eval_interval * eval_interval  # one at `step` is still to come
             # n steps take n * pace, and evaluation + save after each eval_interval of them: solve for n.
@@ -155,11 +158,10 @@ class Deadline:
             rounds, rest = divmod(left, eval_interval * pace + evaluation + save)
             reached = evaluated + int(rounds) * eval_interval + min(int(rest / pace), eval_interval)
             last = min(last, reached)
-        elif last - step > 10:
-            return 0
         last = max(last, step + 1)
-        is_due = (last - step) * (1 - schedule.decay_fraction) <= step * schedule.decay_fraction
-        return last * is_due
+        if (last - step) * (1 - schedule.decay_fraction) > step * schedule.decay_fraction:
+            return 0
+        return last
 
     def measure_evaluation(self, fraction, model, splits, cfg, batch):
         """

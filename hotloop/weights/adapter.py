@@ -119,8 +119,9 @@ def read_adapter(folder):
     for name, tensor in tensors.items():
         module = name.removeprefix('base_model.model.').removesuffix('.weight')
         place = re.fullmatch(r'(?:transformer\.h|model\.layers)\.(\d+)\.(?:self_)?(.+)\.lora_([AB])', module)
-        if module.endswith(('.original_module', '.modules_to_save')):
-            continue  # peft writes the new matrix under its plain name, too
+        if module.endswith('.original_module'):  # of the base, beside what peft has trained
+            continue
+        module = module.removesuffix('.modules_to_save')
         if module in SAVED:
             found.embeddings[SAVED[module]] = tensor
         elif place is None:

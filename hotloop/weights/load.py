@@ -13,7 +13,7 @@ import torch
 
 from configurator import did_you_mean
 from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
-from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
+from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of, template_of_record
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
 from hotloop.system.files import checkpoint_paths, first_intact, hash_file, read_json
 from hotloop.system.text import first_line
@@ -143,7 +143,7 @@ def load_adapter(folder):
     base = open_base(record, folder)
     rest = {'sha256': hash_file(os.path.join(folder, TENSORS)),
             'hf_config': base.checkpoint.get('hf_config'),
-            'template': record['template'] or template_of(folder) or base.checkpoint.get('template')}
+            'template': record['template'] or template_of(folder) or template_of_record(base.checkpoint)}
     matrices = swap_nanochat(adapter.matrices, base.checkpoint.get('hf_config'), base.model_args)
     weights = merged(base.weights | adapter.embeddings, matrices, adapter.scale, record['quantize'])
     model_args = {**base.model_args, 'vocab_size': len(weights[WTE])}  # that of embeddings saved by peft

@@ -120,12 +120,22 @@ def test_nothing_is_decided_before_the_pace_is_known(clock, fraction, max_iters)
     assert 11 <= len(found) < found[-1] < 600 / 20
 
 
-def test_a_step_that_ends_after_the_budget_is_the_last_but_one(clock):
+def test_two_steps_give_a_pace(clock):
+    deadline = Deadline(1, RunState(), Env())
+    schedule = Schedule('linear', max_iters=10**6, warmup_iters=0, decay_fraction=0.5, is_open=True)
+    found = []
+    for step in (1, 2):
+        clock.now += 24.0
+        found.append(deadline.last_step(step, schedule, save=0.1, eval_interval=1000))
+    assert found == [None, 3]  # a third ends soonest after the budget
+
+
+def test_a_step_that_ends_after_the_budget_is_the_last(clock):
     """Though a tenth of the steps should decay."""
     deadline = Deadline(1, RunState(), Env())
     schedule = Schedule('linear', max_iters=10**6, warmup_iters=0, decay_fraction=0.1, is_open=True)
     clock.now += 100.0
-    assert deadline.last_step(1, schedule, save=0.1, eval_interval=1000) == 2
+    assert deadline.last_step(1, schedule, save=0.1, eval_interval=1000) == 1
 
 
 def test_a_short_budget_is_not_compiled(monkeypatch):
