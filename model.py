@@ -35,8 +35,8 @@ PRESETS = {
     'qwen3': dict(mixer='attention', position='rope', norm='rmsnorm_weight', mlp='swiglu', qk_norm=True,
                   tie=False, zero_init=True, key_shift=False, softcap=0.0, x0_mix=False, bigram_rows=0,
                   value_embed=False, head_gate=False, embed_norm=False)}
-PRESETS['hybrid'] = {**PRESETS['modern'], 'mixer': 'CCA', 'bigram_rows': 32768, 'value_embed': True,
-                     'head_gate': True}
+PRESETS['hybrid'] = {**PRESETS['modern'], 'mixer': 'CCA', 'x0_mix': False, 'bigram_rows': 32768,
+                     'value_embed': True, 'head_gate': True}
 
 TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a model
 MIXER_LETTERS = {'attention': 'A', 'conv': 'C', 'eigen': 'E', 'kernel': 'K'}  # of GPTConfig.mixer

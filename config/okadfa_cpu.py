@@ -12,6 +12,7 @@ preset = 'hybrid'
 mixer = 'kernel'
 feedback = 'dfa'
 ortho_penalty = 1e-4
+x0_mix = True
 n_layer = 4
 n_head = 4
 n_embd = 128  # 5,767,368 parameters, 4.2 million of them for pairs of tokens

@@ -13,7 +13,7 @@ preset = 'hybrid'
 head_gate = False  # gains nothing in so short a run
 n_layer = 3
 n_head = 2
-n_embd = 128  # 1,107,590 parameters with 65 characters
+n_embd = 128  # 1,107,584 parameters with 65 characters
 block_size = 64
 
 batch_size = 24

@@ -10,6 +10,7 @@ dataset = 'stdlib'
 
 preset = 'hybrid'
 mixer = 'eigen'
+x0_mix = True
 n_layer = 4
 n_head = 4
 n_embd = 128  # 5,211,144 parameters, 4.2 million of them for pairs of tokens

@@ -1,11 +1,12 @@
 """Folders for transformers: the same logits and ids there, the same bits here, what has no counterpart."""
 
+import dataclasses
 import json
 import random
 
 import pytest
 import torch
-from conftest import all_logits, error_against, error_of, train_bpe
+from conftest import ROOT, all_logits, error_against, error_of, train_bpe
 from test_families import ALL, TINY
 from test_families import CASES as FAMILIES
 from test_sample import CHARS, gpt, main, write
@@ -21,6 +22,7 @@ from hotloop.weights.families import model_args_from
 from hotloop.weights.load import load_weights
 from hotloop.weights.safetensors import DTYPES, read_safetensors, write_safetensors
 from model import GPT, GPTConfig
+from train import read_settings
 
 BASE = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=288)
 NANOCHAT = BASE | dict(preset='modern', key_shift=False, x0_mix=False)
@@ -229,6 +231,16 @@ def test_a_model_of_characters_is_exported_without_its_tokenizer(tmp_path, capsy
     assert sorted(p.name for p in (tmp_path / 'a').iterdir()) == ['config.json', 'model.safetensors']
     config = json.loads((tmp_path / 'a' / 'config.json').read_text())
     assert (config['eos_token_id'], config['bos_token_id']) == (10, None)  # not those of transformers
+
+
+def test_readmes_command_trains_what_can_be_exported():
+    """Though the card has settings that neither model has."""
+    line = next(line for line in (ROOT / 'README.md').read_text().splitlines() if '--preset=qwen3 ' in line)
+    command, other = line.split('#')
+    first = command.split()[2:]
+    for argv, kind in ((first, 'qwen3'), (first + other.split()[1:], 'nanochat')):
+        model = read_settings(argv).model
+        assert config_json(dataclasses.replace(model, vocab_size=1024).resolved())['model_type'] == kind
 
 
 def test_a_run_of_adapters_is_exported_merged(train_tiny, tmp_path, capsys):
