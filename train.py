@@ -9,6 +9,9 @@ The complete training loop: precision, accumulation, compilation, data paralleli
 A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, which all processes
 share. Everything random (the order of the data, dropout) is a function of the seed, the step and the
 micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds no RNG state.
+
+Under torchrun each process takes an equal share of the sequences of a step and of the windows of an
+evaluation. DDP or, with shard, FSDP2 adds the gradients; Muon divides its matrices; rank 0 logs and saves.
 """
 
 from hotloop.system import host  # starts the clock of this process
