@@ -35,10 +35,11 @@ def make_prompts(rows, model, tokenizer, template, cfg):
         if template in TEMPLATES and (suited or cfg.template != 'auto'):
             used = choose_template(template, suited)
             shown = text if used == 'joined' else f'{text}\n'
-            ids = turn_ids(tokenizer, turns, used)
+            ids = None
             if len(turns) > 1 and used in CHATS:
                 with contextlib.suppress(ValueError):  # the last message alone is too long: write() says so
                     _, ids = fit_turns(model, tokenizer, turns, used, cfg.max_new_tokens)
+            ids = ids or turn_ids(tokenizer, turns, used)
             prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used), is_answer=True))
         elif suited in (None, 'joined'):
             text = ''.join(part for part, *_ in parts_before_answer(turns, 'joined'))
