@@ -127,7 +127,7 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     skipped = Counter()
     read = functools.partial(documents_in, template=template, text_field=cfg.text_field, skipped=skipped)
     holdout = plan_holdout(files, val_files, cfg.val, cfg.seed, read)
-    read_pieces = functools.partial(split_pieces, files, val_files, holdout, read)
+    read_pieces = functools.partial(split_pieces, files, val_files, *holdout, read)
     # The ends of documents are marked, unless each split is one document.
     several = not (is_document(files) and is_document(val_files or files))
     if tokenizer is None:

@@ -15,7 +15,6 @@ import textwrap
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
 from hotloop.data.chat import ROW_FIELDS, TASK_FIELDS, UnknownRole, choose_template, parts_of, read_row
@@ -171,7 +170,7 @@ def pieces_of(blocks, key=None):
             yield Piece([(text[:cut], False, True)], start, False, key)
             text = text[cut:]
             start = False
-    if text or not start:
+    if text:
         yield Piece([(text, False, True)], start, True, key or text)
 
 
@@ -341,42 +340,30 @@ def is_document(files):
     return files[0].kind == 'joined' or (len(files) == 1 and files[0].kind == 'text')
 
 
-class Holdout(NamedTuple):
-    """How documents are split: one at a character, several by their keys."""
-    cut: int | None = None  # number of characters to train on
-    is_held_out: Callable = lambda key: False
-
-
 def plan_holdout(files, val_files, fraction, seed, read):
     """
-    Return the Holdout of these files, of which read(files) yields the Pieces. One document is cut at
-    a character, also the only one among rows. Of several, those with the lowest hashes are held out, up
-    to the fraction of bytes; rows are read once more for this. Of many, each is held out with that
-    probability.
+    Choose what is held out of these files, of which read(files) yields the Pieces. Returns (cut,
+    is_held_out). One document, also the only one among rows, is cut after so many characters. Of
+    several, those with the lowest hashes are held out, up to the fraction of bytes; rows are read once
+    more for this. Of many, each is held out with that probability. is_held_out(key) tests a document.
     """
     if val_files:
-        return Holdout()
-    if is_document(files):
-        return cut_at(fraction, read(files))
+        return None, lambda key: False
     sizes = Counter()
-    for key, size in document_sizes(files, read):
-        sizes[holdout_hash(key, seed)] += size
-        if len(sizes) > MANY:
-            return Holdout(is_held_out=lambda key: holdout_hash(key, seed) < fraction)
-    if len(sizes) == 1 and [piece.row for piece in read(files) if piece.start] == [None]:  # one, a text
-        return cut_at(fraction, read(files))
+    if not is_document(files):
+        for key, size in document_sizes(files, read):
+            sizes[holdout_hash(key, seed)] += size
+            if len(sizes) > MANY:
+                return None, lambda key: holdout_hash(key, seed) < fraction
+    if is_document(files) or (len(sizes) == 1 and [p.row for p in read(files) if p.start] == [None]):
+        length = sum(len(piece.parts[0][0]) for piece in read(files))
+        return int(length * (1 - fraction)), None
     held_out = hold_out(sizes, fraction)
     share = sum(sizes[key] for key in held_out) / max(sizes.total(), 1)
     if not fraction / 2 <= share <= 2 * fraction:
         print(f'note: {share:.1%} of the text is held out, not {fraction:.1%}, because documents are held '
               'out whole; --val=FILE names a validation text')
-    return Holdout(is_held_out=lambda key: holdout_hash(key, seed) in held_out)
-
-
-def cut_at(fraction, pieces):
-    """Return the Holdout of the last fraction of the characters of one text."""
-    length = sum(len(piece.parts[0][0]) for piece in pieces)
-    return Holdout(cut=int(length * (1 - fraction)))
+    return None, lambda key: holdout_hash(key, seed) in held_out
 
 
 def document_sizes(files, read):
@@ -389,30 +376,20 @@ def document_sizes(files, read):
             yield piece.key, sum(len(text.encode()) for text, markup, _ in piece.parts if not markup)
 
 
-def split_pieces(files, val_files, holdout, read):
-    """Yield (split, Piece) of all documents."""
-    if holdout.cut is not None:
-        yield from cut_document(read(files), holdout.cut)
-        return
+def split_pieces(files, val_files, cut, is_held_out, read):
+    """Yield (split, Piece) of all documents, as plan_holdout() chose."""
     for piece in read(files):
-        if holdout.is_held_out(piece.key):
+        if cut is not None:
+            text = piece.parts[0][0]
+            here = max(cut, 0)
+            if text[:here]:
+                yield 'train', piece._replace(parts=[(text[:here], False, True)], end=cut <= len(text))
+            if text[here:]:
+                yield 'val', piece._replace(parts=[(text[here:], False, True)], start=cut >= 0)
+            cut -= len(text)
+        elif is_held_out(piece.key):
             yield 'val', piece
         else:
             yield 'train', piece
     for piece in read(val_files):
         yield 'val', piece
-
-
-def cut_document(pieces, cut):
-    """Yield (split, Piece) of one document: training up to the cut, then validation."""
-    val_started = False
-    for piece in pieces:
-        text = piece.parts[0][0]
-        head = text[:cut]
-        tail = text[cut:]
-        cut -= len(head)
-        if head:
-            yield 'train', piece._replace(parts=[(head, False, True)], end=cut == 0)
-        if tail:
-            yield 'val', piece._replace(parts=[(tail, False, True)], start=not val_started)
-            val_started = True
