@@ -23,6 +23,8 @@ from hotloop.system.files import json_lines, optional, parse_json
 PIECE = 1 << 20  # characters tokenized at a time
 MANY = 100_000  # documents; more are held out by probability, not up to an exact size
 SEPARATOR = '<|endoftext|>'
+# how a list of objects or texts begins, or an object on each line: no single one has }, a line break and {
+ROWS = re.compile(r'\s*(\[\s*["{]|\{.*\}\s*\n\s*\{)', re.DOTALL)
 AS_TEXT = '; --format=text reads the file as plain text'
 
 
@@ -78,19 +80,6 @@ def text_blocks(path):
     with open_text(path) as f:
         while block := f.read(1 << 20):
             yield block
-
-
-def has_separators(path):
-    """Test whether a separator stands alone on a line of the first megabyte."""
-    first = next(text_blocks(path), '')
-    return SEPARATOR in map(str.strip, first.split('\n'))
-
-
-def has_rows(path):
-    """Test whether a .json file is a list of objects or texts, or has an object on each line."""
-    first = next(text_blocks(path), '')
-    # no single object contains }, a line break and {
-    return re.match(r'\s*(\[\s*["{]|\{.*\}\s*\n\s*\{)', first, re.DOTALL) is not None
 
 
 # -----------------------------------------------------------------------------
@@ -200,10 +189,15 @@ def rows_in(file, text_field=None):
         yield from parquet_rows(file.path, text_field)
         return
     with open_text(file.path) as lines:
-        if file.kind == 'jsonl':
+        if file.kind == 'json':
+            text = lines.read()
+            if text.lstrip().startswith('['):
+                for number, row in enumerate(parse_json(text, file.path, AS_TEXT), 1):
+                    yield f'{file.path}, element {number}', row
+                return
+            lines = text.split('\n')
+        if file.kind in ('json', 'jsonl'):
             yield from json_lines(lines, file.path, AS_TEXT)
-        elif file.kind == 'json':
-            yield from json_rows(lines.read(), file.path)
         elif file.kind == 'csv':
             yield from csv_rows(lines, file.path)
         else:
@@ -225,15 +219,6 @@ def csv_rows(lines, path):
             yield f'{path}, line {reader.line_num}', row
     except csv.Error as e:
         raise ValueError(f'{path}, line {reader.reader.line_num}: {e}') from None
-
-
-def json_rows(text, path):
-    """Yield (where, row) of the text of a .json file: a list of rows, or a row on each line."""
-    if not text.lstrip().startswith('['):
-        yield from json_lines(text.split('\n'), path, AS_TEXT)
-        return
-    for number, row in enumerate(parse_json(text, path, AS_TEXT), 1):
-        yield f'{path}, element {number}', row
 
 
 def functions_of(source, path):

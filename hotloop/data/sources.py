@@ -10,7 +10,7 @@ import sysconfig
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from hotloop.data.documents import OPENERS, has_rows, has_separators
+from hotloop.data.documents import OPENERS, ROWS, SEPARATOR, text_blocks
 from hotloop.data.download import download, hub_folder
 from hotloop.system.files import optional
 from hotloop.system.text import counted, script, shell
@@ -157,10 +157,12 @@ def open_file(path, name, format='auto'):
     kind = format
     if format == 'auto':
         kind = KINDS.get(suffix_of(name), 'text')
-        if kind == 'json' and not has_rows(path):  # package.json, for example
+    if kind == 'text' or (format == 'auto' and kind == 'json'):
+        first = next(text_blocks(path), '')
+        if kind == 'text' or not ROWS.match(first):  # package.json, for example
             kind = 'text'
-    if kind == 'text' and has_separators(path):
-        kind = 'texts'
+            if SEPARATOR in map(str.strip, first.split('\n')):
+                kind = 'texts'
     return File(path, name, kind)
 
 
