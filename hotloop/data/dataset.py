@@ -145,7 +145,7 @@ def write_bins(folder, batches, dtype, has_rows):
 def partial_folder(folder):
     """
     Yield an empty folder to write a dataset into, which becomes `folder` when the block ends, unless
-    it is the same dataset. An old one is moved to folder.1, folder.2, ... A kill leaves the old or
+    all files are the same. An old one is moved to folder.1, folder.2, ... A kill leaves the old or
     the complete new dataset, or between the two renames the old one with its number. Raises
     ValueError if another process is writing it, or if it cannot be written.
     """
@@ -158,7 +158,9 @@ def partial_folder(folder):
                 shutil.rmtree(new, ignore_errors=True)
                 os.mkdir(new)
                 yield new
-                if same_dataset(folder, new):
+                files = os.listdir(new)
+                equal, _, _ = filecmp.cmpfiles(folder, new, files, shallow=False)
+                if len(equal) == len(files):
                     print(f'{folder}: unchanged')
                     return
                 sync_folder(new)
@@ -174,17 +176,6 @@ def partial_folder(folder):
         raise
     except OSError as e:  # a full disk, a read-only folder
         raise ValueError(f'{folder} was not written: {e}') from None
-
-
-def same_dataset(folder, new):
-    """Test whether two folders hold the same dataset, whatever it was made from. Reads all files."""
-    metas = []
-    for path in (folder, new):
-        with contextlib.suppress(ValueError):  # It is missing or damaged.
-            metas.append({**read_json(os.path.join(path, 'meta.json')), 'source': '', 'flags': []})
-    files = [name for name in os.listdir(new) if name != 'meta.json']
-    equal, _, _ = filecmp.cmpfiles(folder, new, files, shallow=False)
-    return len(metas) == 2 and metas[0] == metas[1] and len(equal) == len(files)
 
 
 class Dataset(NamedTuple):
