@@ -141,7 +141,7 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     if several and eot is None:
         print('note: the tokenizer has no end-of-text id; nothing marks where documents end')
     batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot)
-    splits = dataset.write_bins(folder, batches, id_type(tokenizer), template is not None)
+    splits = dataset.write_bins(folder, batches, template is not None)
     if skipped:
         print(f'skipped {counted(skipped.total(), "row")} without text or answer, or that the template '
               'cannot write, such as calls of tools')

@@ -110,7 +110,7 @@ def open_bin(path, dtype):
     return np.memmap(path, dtype=dtype, mode='r') if size else np.zeros(0, dtype=dtype)
 
 
-def write_bins(folder, batches, dtype, has_rows):
+def write_bins(folder, batches, has_rows):
     """
     Write the bins of a dataset from encode.Encoded batches: ids and, for rows, masks and the ends of
     documents (uint64). Returns {split: counts and the SHA-256 of its files}.
@@ -127,7 +127,7 @@ def write_bins(folder, batches, dtype, has_rows):
                 files[split, key] = stack.enter_context(open(path, 'wb'))
         for encoded in counting(batches, lambda encoded: encoded.num_bytes):
             count = counts[encoded.split]
-            arrays = {'sha256': encoded.ids.astype(dtype, copy=False), 'mask_sha256': encoded.mask,
+            arrays = {'sha256': encoded.ids, 'mask_sha256': encoded.mask,
                       'docs_sha256': (count['tokens'] + encoded.ends).astype('<u8')}
             for key in kinds:
                 files[encoded.split, key].write(arrays[key].tobytes())

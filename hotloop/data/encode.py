@@ -76,7 +76,14 @@ def encode_batch(tokenizer, eot, split, pieces):
     ends = []
     size = 0
     for piece in pieces:
-        piece_ids, mask = encode_piece(tokenizer, eot, piece)
+        piece_ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
+        if piece.start and tokenizer.bos is not None:
+            piece_ids = np.append(tokenizer.bos, piece_ids)
+            mask = np.append(np.uint8(0), mask)
+        # A chat template ends with a mark, which may be eot.
+        if piece.end and eot is not None and (len(piece.parts) == 1 or piece_ids[-1] != eot):
+            piece_ids = np.append(piece_ids, eot)
+            mask = np.append(mask, np.uint8(piece.parts[-1][2]))
         ids.append(piece_ids)
         masks.append(mask)
         size += len(piece_ids)
@@ -87,19 +94,6 @@ def encode_batch(tokenizer, eot, split, pieces):
     num_bytes = int(tokenizer.sizes[ids].sum())
     return Encoded(split, ids.astype(id_type(tokenizer)), np.concatenate(masks), num_bytes,
                    np.array(ends, np.int64))
-
-
-def encode_piece(tokenizer, eot, piece):
-    """Encode a Piece between its begin and end ids. Returns (ids, mask)."""
-    ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
-    if piece.start and tokenizer.bos is not None:
-        ids = np.append(tokenizer.bos, ids)
-        mask = np.append(np.uint8(0), mask)
-    # A chat template ends with a mark, which may be eot.
-    if piece.end and eot is not None and (len(piece.parts) == 1 or ids[-1] != eot):
-        ids = np.append(ids, eot)
-        mask = np.append(mask, np.uint8(piece.parts[-1][2]))
-    return ids, mask
 
 
 def id_type(tokenizer):
@@ -137,19 +131,18 @@ def encode_all(tokenizer, batches, num_proc, eot=None):
         return
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
     context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
-    with ProcessPoolExecutor(num_proc, context, start_worker, (encode,)) as pool:
-        waiting = deque()
-        while True:
-            try:
-                for batch in islice(batches, 2 * num_proc + 1 - len(waiting)):
-                    waiting.append(pool.submit(encode_in_worker, *batch))
-                if not waiting:
-                    return
-                encoded = waiting.popleft().result()
-            except BrokenProcessPool:
-                raise ValueError(f'one of num_proc={num_proc} processes was killed, perhaps for its memory; '
-                                 'lower --num_proc') from None
-            yield encoded
+    waiting = deque()
+    try:
+        with ProcessPoolExecutor(num_proc, context, start_worker, (encode,)) as pool:
+            for batch in batches:
+                waiting.append(pool.submit(encode_in_worker, *batch))
+                if len(waiting) > 2 * num_proc:
+                    yield waiting.popleft().result()
+            for future in waiting:
+                yield future.result()
+    except BrokenProcessPool:
+        raise ValueError(f'one of num_proc={num_proc} processes was killed, perhaps for its memory; lower '
+                         '--num_proc') from None
 
 
 def start_worker(encode):
