@@ -5,6 +5,7 @@ import os
 import re
 import reprlib
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -20,8 +21,9 @@ TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 
 class Tokenizer:
     """
-    Share what all tokenizers need; each adds encode(text) -> array of ids, and settings().
+    Share what all tokenizers need; each adds encode(text) -> array of ids.
 
+    settings: {'kind': a name of KINDS, and what the class is built from}.
     eot: the id that ends a document, or None. bos: the id that begins every document, or None.
     stops: other ids that end an answer. pieces: the bytes of each id; eot, bos and unused ids have
     none. specials: {name: id}, for prompts and templates; encode() never returns one of them.
@@ -33,7 +35,7 @@ class Tokenizer:
 
     def spec(self):
         """Describe this tokenizer for meta.json and checkpoints; tokenizer_from() builds it again."""
-        return {**self.settings(), 'bos': self.bos, 'stops': [*self.stops]}
+        return {**self.settings, 'bos': self.bos, 'stops': [*self.stops]}
 
     def encode_next(self, text, after_special):
         """Encode a text inside a document; differs from encode() if that adds a leading space."""
@@ -69,14 +71,12 @@ class Tokenizer:
 
 class ByteTokenizer(Tokenizer):
     """Encode any text as the 256 bytes of UTF-8, with an end-of-text id. Needs no package."""
+    settings: ClassVar = {'kind': 'byte'}
     n_vocab, eot = 257, 256
     pieces = (*(bytes([b]) for b in range(256)), b'')
 
     def encode(self, text):
         return np.frombuffer(text.encode('utf-8', 'surrogatepass'), dtype=np.uint8)
-
-    def settings(self):
-        return {'kind': 'byte'}
 
 
 class CharTokenizer(Tokenizer):
@@ -86,6 +86,7 @@ class CharTokenizer(Tokenizer):
     """
 
     def __init__(self, chars, eot=False):
+        self.settings = {'kind': 'char', 'chars': chars, 'eot': eot}
         self.chars = chars
         self.pieces = [c.encode('utf-8', 'surrogatepass') for c in chars]
         if eot:
@@ -106,9 +107,6 @@ class CharTokenizer(Tokenizer):
                              f'are not in the vocabulary of this char tokenizer: {unknown[:20]!r}')
         return ids
 
-    def settings(self):
-        return {'kind': 'char', 'chars': self.chars, 'eot': self.eot is not None}
-
 
 class TiktokenTokenizer(Tokenizer):
     """Wrap one of OpenAI's encodings from the tiktoken package, which downloads it once."""
@@ -117,7 +115,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken.load
         # tiktoken's own never times out
         tiktoken.load.read_file = lambda url: open_url(url).content
-        self.name = name
+        self.settings = {'kind': 'tiktoken', 'name': name}
         try:
             self.encoding = tiktoken.get_encoding(name)
         except Exception as e:  # requests, urllib3 and the file system raise many types here
@@ -145,9 +143,6 @@ class TiktokenTokenizer(Tokenizer):
                 pieces[i] = piece
         return pieces
 
-    def settings(self):
-        return {'kind': 'tiktoken', 'name': self.name}
-
 
 class BPETokenizer(TiktokenTokenizer):
     """
@@ -160,19 +155,15 @@ class BPETokenizer(TiktokenTokenizer):
         if specials is None:
             eot = len(tokens)
             specials = {'<|endoftext|>': eot}
+        texts = [None if token is None else token.decode('latin-1') for token in tokens]
+        self.settings = {'kind': 'bpe', 'tokens': texts, 'pattern': pattern, 'specials': specials, 'eot': eot}
         self.tokens = tokens
-        self.pattern = pattern
         self.specials = specials
         self.eot = eot
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
         self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
                                           special_tokens=specials)
         self.n_vocab = self.encoding.n_vocab
-
-    def settings(self):
-        tokens = [None if token is None else token.decode('latin-1') for token in self.tokens]
-        return {'kind': 'bpe', 'tokens': tokens, 'pattern': self.pattern, 'specials': self.specials,
-                'eot': self.eot}
 
 
 class HFTokenizer(Tokenizer):
@@ -183,9 +174,8 @@ class HFTokenizer(Tokenizer):
     """
 
     def __init__(self, text, eot=None, kept=None):
-        self.text = text
+        self.settings = {'kind': 'hf', 'json': text, 'eot': eot, 'kept': kept or {}}
         self.eot = eot
-        self.kept = kept or {}
         self.backend = self.inside = open_backend(text)  # inside: for a text that continues another
         file = json.loads(self.backend.to_str())  # the same file with every default spelled out
         steps = []
@@ -223,12 +213,6 @@ class HFTokenizer(Tokenizer):
     def encode_next(self, text, after_special):
         return self.encode(text, inside=not after_special or self.space != 'always')
 
-    def first_id(self):
-        """Find the special id that the file puts before each text, or None."""
-        encoding = self.backend.encode('a', add_special_tokens=True)
-        # Some files put a special id after a text instead.
-        return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
-
     @cached_property
     def pieces(self):
         pieces = [b''] * self.n_vocab
@@ -244,9 +228,6 @@ class HFTokenizer(Tokenizer):
             else:
                 pieces[i] = token.replace('▁', ' ').encode()
         return pieces
-
-    def settings(self):
-        return {'kind': 'hf', 'json': self.text, 'eot': self.eot, 'kept': self.kept}
 
 
 def open_backend(text):

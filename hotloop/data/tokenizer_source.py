@@ -125,26 +125,26 @@ def read_tokenizer_json(folder):
                          'from_pretrained(MODEL).save_pretrained(FOLDER)') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
-    about = read_optional(folder, 'tokenizer_config.json')
-    names = {}
+    about = {**read_optional(folder, 'tokenizer_config.json'), 'chat_template': chat_template_of(folder)}
     for role in ('eos_token', 'pad_token'):
-        name = about.get(role)
-        names[role] = name['content'] if isinstance(name, dict) else name
-    for key, value in (('pad_token', names['pad_token']), ('chat_template', chat_template_of(folder))):
-        if value:
-            tokenizer.kept[key] = value
-    for known in (names['eos_token'], *EOS_NAMES):
+        if isinstance(about.get(role), dict):
+            about[role] = about[role]['content']
+    for key in ('pad_token', 'chat_template'):
+        if about.get(key):
+            tokenizer.settings['kept'][key] = about[key]
+    for known in (about.get('eos_token'), *EOS_NAMES):
         if known in tokenizer.specials:
-            tokenizer.eot = tokenizer.specials[known]
+            tokenizer.eot = tokenizer.settings['eot'] = tokenizer.specials[known]
             break
     config = {**read_optional(folder, 'config.json'), **read_optional(folder, 'generation_config.json')}
     stops = config.get('eos_token_id') or []
     if not isinstance(stops, list):
         stops = [stops]
-    tokenizer.bos = tokenizer.first_id()
-    if tokenizer.bos is None:  # the file of nanochat does not say that documents begin with it
-        tokenizer.bos = tokenizer.specials.get('<|bos|>')
     tokenizer.stops = tuple(i for i in stops if i != tokenizer.eot)
+    tokenizer.bos = tokenizer.specials.get('<|bos|>')  # nanochat's file does not put it before a text
+    encoding = tokenizer.backend.encode('a', add_special_tokens=True)
+    if encoding.special_tokens_mask[:1] == [1]:  # Some files put a special id after a text instead.
+        tokenizer.bos = encoding.ids[0]
     return tokenizer
 
 
