@@ -75,15 +75,6 @@ def parts_of(row, where, template, text_field=None):
     return render(turns, template)
 
 
-def marks_of(name):
-    """List the marks in the template with this name, sorted."""
-    marks = set()
-    for role in SPEAKERS:
-        before, after = getattr(TEMPLATES[name], role)
-        marks.update(MARK.findall(before + after))
-    return sorted(marks)
-
-
 def as_object(row, where):
     """Return a row as a dict; a string is its text. Raises ValueError for anything else."""
     if isinstance(row, str):

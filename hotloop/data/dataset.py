@@ -226,14 +226,6 @@ def byte_table(meta, vocab_size):
     return np.pad(sizes, (0, max(vocab_size - len(sizes), 0)))
 
 
-def count_ids(tokens, at_least):
-    """Count how often each id occurs, (largest id + 1,) or longer."""
-    counts = np.zeros(max(int(tokens.max(initial=0)) + 1, at_least), dtype=np.int64)
-    for start in range(0, len(tokens), COUNT_BLOCK):  # in blocks: a bin may be larger than memory
-        counts += np.bincount(tokens[start:start + COUNT_BLOCK], minlength=len(counts))
-    return counts
-
-
 def show(tokenizer, ids):
     """Write ids as text on one line, special ids by name."""
     names = {i: name.encode() for name, i in tokenizer.specials.items()}
@@ -254,7 +246,9 @@ def inspect(folder):
         tokens = open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         mask = open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
         in_loss = np.count_nonzero(mask) if len(mask) else len(tokens)
-        counts = count_ids(tokens, tokenizer.n_vocab)
+        counts = np.zeros(max(int(tokens.max(initial=0)) + 1, tokenizer.n_vocab), dtype=np.int64)
+        for start in range(0, len(tokens), COUNT_BLOCK):  # in blocks: a bin may be larger than memory
+            counts += np.bincount(tokens[start:start + COUNT_BLOCK], minlength=len(counts))
         num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # Larger ids pad the vocabulary.
         print(f'{split}: {counted(len(tokens), "token")}, {in_loss:,} in the loss, '
               f'{num_bytes / max(len(tokens), 1):.2f} bytes per token, '

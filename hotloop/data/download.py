@@ -32,6 +32,7 @@ def open_url(url, **options):
 def download(url, path):
     """Download a file unless it exists, and return its path. An error or a kill leaves no file."""
     if os.path.exists(path):
+        print(f'{path} was downloaded before; delete it to download {url} again', file=sys.stderr)
         return path
     os.makedirs(os.path.dirname(path), exist_ok=True)
     print(f'downloading {url}', file=sys.stderr)

@@ -144,10 +144,7 @@ def download_source(url, data_dir):
     """Return the path of the file at a URL, which is downloaded once to data_dir/downloads."""
     base = os.path.basename(re.split('[?#]', url)[0].rstrip('/')) or 'index'
     name = hashlib.sha256(url.encode()).hexdigest()[:8] + '-' + re.sub(r'[^\w.-]', '_', base)
-    path = os.path.join(data_dir, 'downloads', name)
-    if os.path.exists(path):
-        print(f'{path} was downloaded before; delete it to download {url} again', file=sys.stderr)
-    return download(url, path)
+    return download(url, os.path.join(data_dir, 'downloads', name))
 
 
 def open_file(path, name, format='auto'):

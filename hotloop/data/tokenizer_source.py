@@ -6,7 +6,7 @@ import zipfile
 from typing import NamedTuple
 
 from hotloop.data.bpe import count_words, learn_merges
-from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
+from hotloop.data.chat import CHATS, MARK, SPEAKERS, TEMPLATES
 from hotloop.data.dataset import PlainUnpickler, read_meta
 from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
@@ -78,9 +78,10 @@ def learn_tokenizer(name, pieces, template, several, every):
             if split == 'train' and i % every == 0:
                 for text, markup, _ in piece.parts:
                     yield MARK.sub('', text) if markup else text
-    specials = ['<|endoftext|>']
-    if template:
-        specials = [*marks_of(template), *specials]
+    marks = set()
+    for role in SPEAKERS if template else ():
+        marks.update(MARK.findall(''.join(getattr(TEMPLATES[template], role))))
+    specials = [*sorted(marks), '<|endoftext|>']
     tokens = learn_merges(count_words(texts()), int(name[4:]) - len(specials))
     ids = {special: len(tokens) + i for i, special in enumerate(specials)}
     return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
