@@ -114,17 +114,15 @@ def joined_blocks(files):
 
 def separated_texts(path):
     """Yield the texts between separators, without the newlines around them."""
-    parts = []  # of a text, without the last characters, which may begin a separator
-    rest = ''
-    for block in text_blocks(path):
-        *ends, rest = (rest + block).split(SEPARATOR)
-        for end in ends:
-            yield ''.join([*parts, end]).strip('\r\n')
-            parts = []
-        searched = max(len(rest) - len(SEPARATOR) + 1, 0)
-        parts.append(rest[:searched])
-        rest = rest[searched:]
-    yield ''.join([*parts, rest]).strip('\r\n')
+    parts = []  # of a text
+    with open_text(path) as f:
+        while block := f.read(1 << 20) + f.readline():  # complete lines, so it cuts no separator
+            first, *others = block.split(SEPARATOR)
+            parts.append(first)
+            for other in others:
+                yield ''.join(parts).strip('\r\n')
+                parts = [other]
+    yield ''.join(parts).strip('\r\n')
 
 
 def row_pieces(file, template, text_field, skipped):
