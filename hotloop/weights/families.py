@@ -17,7 +17,7 @@ SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA,
 # The keys of a config.json that change what transformers computes and that have no setting here,
 # each with the values that GPT computes; a missing key has the first one.
 LLAMA_KEYS = {'hidden_act': ['silu'], 'attention_bias': [False], 'mlp_bias': [False],
-              'partial_rotary_factor': [None, 1]}
+              'partial_rotary_factor': [None, 1], 'use_sliding_window': [None, False]}
 GEMMA_KEYS = {'hidden_activation': ['gelu_pytorch_tanh'], 'attention_bias': [False],
               'use_bidirectional_attention': [None, False]}
 GPT2_KEYS = {'activation_function': list(MLP_OF), 'scale_attn_weights': [True],
@@ -49,8 +49,8 @@ DEFAULTS = {
     'mistral': {'sliding_window': 4096},
     'qwen3': {'head_dim': 128},
     'nanochat': {'num_key_value_heads': None, 'final_logit_softcapping': 15.0},
-    'gemma2': GEMMA_DEFAULTS | {'sliding_window': 4096, 'attn_logit_softcapping': 50.0,
-                                'final_logit_softcapping': 30.0},
+    'gemma2': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 2,
+                                'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0},
     'gemma3_text': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 6,
                                      'rope_theta': 1e6, 'rope_local_base_freq': 1e4}}
 LETTERS = {'sliding_attention': 'S', 'full_attention': 'L'}  # of GPTConfig.window_pattern
@@ -121,20 +121,13 @@ def check_keys(config, supported, path):
 
 def pattern_of(config, kind):
     """Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none."""
-    is_off = kind.startswith('qwen') and not config.get('use_sliding_window')
-    if config.get('sliding_window') is None or kind in ('llama', 'nanochat') or is_off:
+    if config.get('sliding_window') is None or kind not in ('mistral', 'gemma2', 'gemma3_text'):
         return 'L'
     if config.get('layer_types'):
         return ''.join(LETTERS[name] for name in config['layer_types'])
     if kind == 'mistral':
         return 'S'
-    if kind == 'gemma2':
-        return 'SL'
-    if kind == 'gemma3_text':
-        return 'S' * (config['sliding_window_pattern'] - 1) + 'L'
-    layers = config['num_hidden_layers']
-    first = min(config.get('max_window_layers', 28), layers)
-    return 'L' * first + 'S' * (layers - first)
+    return 'S' * (config['sliding_window_pattern'] - 1) + 'L'
 
 
 def rope_of(config, has_local, path):
