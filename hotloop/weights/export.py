@@ -10,7 +10,7 @@ import torch
 
 from hotloop.system.files import replacing
 from hotloop.weights.export_tokenizer import tokenizer_files
-from hotloop.weights.families import CONV1D, OUTSIDE, block_of, model_args_from, names_of, swap_halves
+from hotloop.weights.families import BLOCKS, CONV1D, NAMES, OUTSIDE, model_args_from, swap_halves
 from hotloop.weights.safetensors import write_safetensors
 
 ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'nanochat': 'NanoChatForCausalLM', 'qwen3': 'Qwen3ForCausalLM'}
@@ -56,7 +56,7 @@ def config_json(config, hf_config=None):
     made = {key: value for key, value in hf_config.items() if key != 'torch_dtype'}
     kind = made['model_type']
     for ours in ('block_size', 'vocab_size', 'tie'):
-        made[names_of(kind)[ours]] = getattr(config, ours)
+        made[NAMES[kind][ours]] = getattr(config, ours)
     if 'n_ctx' in made:
         made['n_ctx'] = config.block_size
     GPTConfig = type(config)  # The parts do not import model.py.
@@ -84,7 +84,7 @@ def scratch_config(config):
     """Return the config.json of a model trained from scratch: that of the family of its preset."""
     kind = KIND_OF[config.preset]
     made = {'model_type': kind, 'architectures': [ARCHITECTURES[kind]]}
-    for ours, theirs in names_of(kind).items():
+    for ours, theirs in NAMES[kind].items():
         made[theirs] = getattr(config, ours)
     if kind == 'gpt2':  # llama.cpp reads n_ctx
         return made | {'n_ctx': None, 'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
@@ -103,7 +103,6 @@ def hf_tensors(model, kind):
         del weights['lm_head.weight']
     if kind == 'nanochat':
         swap_halves(weights, c.head_dim)
-    block = block_of(kind)
     outside = {ours: theirs for theirs, ours in OUTSIDE.items()}
     tensors = {}
     for name, tensor in weights.items():
@@ -119,7 +118,7 @@ def hf_tensors(model, kind):
             prefix = '' if theirs == 'lm_head' else 'model.'
             tensors[f'{prefix}{theirs}.{suffix}'] = tensor
         else:
-            theirs = block[layer[2]]
+            theirs = BLOCKS[kind][layer[2]]
             rows = len(tensor) // len(theirs)
             if layer[2] == 'attn.c_attn':
                 rows = [heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head)]

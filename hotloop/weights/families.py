@@ -38,6 +38,7 @@ LLAMA_NAMES = {'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
                'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size', 'head_dim': 'head_dim',
                'n_ff': 'intermediate_size', 'block_size': 'max_position_embeddings',
                'vocab_size': 'vocab_size', 'norm_eps': 'rms_norm_eps', 'tie': 'tie_word_embeddings'}
+NAMES = dict.fromkeys(SETTINGS, LLAMA_NAMES) | {'gpt2': GPT2_NAMES}
 
 # what transformers assumes for keys that a config.json may lack
 EVERY_DEFAULTS = {'n_inner': None, 'head_dim': None, 'tie_word_embeddings': False}
@@ -64,7 +65,9 @@ BLOCK = {'ln_1': ('input_layernorm',), 'ln_2': ('post_attention_layernorm',),
 GEMMA_BLOCK = BLOCK | {'ln_1_post': ('post_attention_layernorm',),
                        'ln_2': ('pre_feedforward_layernorm',),
                        'ln_2_post': ('post_feedforward_layernorm',)}
-NANOCHAT_BLOCK = BLOCK | {'mlp.c_fc': ('mlp.fc1',), 'mlp.c_proj': ('mlp.fc2',)}
+BLOCKS = dict.fromkeys(SETTINGS, BLOCK) | {
+    'gemma2': GEMMA_BLOCK, 'gemma3_text': GEMMA_BLOCK,
+    'nanochat': BLOCK | {'mlp.c_fc': ('mlp.fc1',), 'mlp.c_proj': ('mlp.fc2',)}}
 OUTSIDE = {'embed_tokens': 'transformer.wte', 'norm': 'transformer.ln_f', 'lm_head': 'lm_head'}
 CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 
@@ -83,7 +86,7 @@ def model_args_from(config, path):
     check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
     settings = dict(SETTINGS[kind])
     try:
-        for ours, theirs in names_of(kind).items():
+        for ours, theirs in NAMES[kind].items():
             settings[ours] = config[theirs]
         if kind == 'gpt2':
             return settings | {'mlp': MLP_OF[config['activation_function']]}
@@ -99,16 +102,6 @@ def model_args_from(config, path):
         return settings | rope_of(config, 'S' in pattern and kind == 'gemma3_text', path)
     except KeyError as e:
         raise ValueError(f'{path} has no {e}') from None
-
-
-def names_of(kind):
-    return GPT2_NAMES if kind == 'gpt2' else LLAMA_NAMES
-
-
-def block_of(kind):
-    if kind == 'nanochat':
-        return NANOCHAT_BLOCK
-    return GEMMA_BLOCK if kind.startswith('gemma') else BLOCK
 
 
 def check_keys(config, supported, path):
@@ -185,7 +178,7 @@ def our_name(name, kind):
     name = name.removeprefix('model.')
     layer = re.fullmatch(r'layers\.(\d+)\.(.+)\.(weight|bias)', name)
     if layer:
-        for ours, theirs in block_of(kind).items():
+        for ours, theirs in BLOCKS[kind].items():
             if layer[2] in theirs:
                 return f'transformer.h.{layer[1]}.{ours}.{layer[3]}', theirs.index(layer[2])
     module, _, suffix = name.rpartition('.')
