@@ -114,9 +114,7 @@ def hf_tensors(model, kind):
             if bias not in weights and module not in EMBEDDINGS:
                 tensors[bias] = torch.zeros(len(tensor))
         elif layer is None:
-            theirs = outside[module]
-            prefix = '' if theirs == 'lm_head' else 'model.'
-            tensors[f'{prefix}{theirs}.{suffix}'] = tensor
+            tensors[f'{outside[module]}.{suffix}'] = tensor
         else:
             theirs = BLOCKS[kind][layer[2]]
             rows = len(tensor) // len(theirs)

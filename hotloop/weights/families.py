@@ -68,7 +68,7 @@ GEMMA_BLOCK = BLOCK | {'ln_1_post': ('post_attention_layernorm',),
 BLOCKS = dict.fromkeys(SETTINGS, BLOCK) | {
     'gemma2': GEMMA_BLOCK, 'gemma3_text': GEMMA_BLOCK,
     'nanochat': BLOCK | {'mlp.c_fc': ('mlp.fc1',), 'mlp.c_proj': ('mlp.fc2',)}}
-OUTSIDE = {'embed_tokens': 'transformer.wte', 'norm': 'transformer.ln_f', 'lm_head': 'lm_head'}
+OUTSIDE = {'model.embed_tokens': 'transformer.wte', 'model.norm': 'transformer.ln_f', 'lm_head': 'lm_head'}
 CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 
 
@@ -168,15 +168,11 @@ def head_dim_of(model_args):
 def our_name(name, kind):
     """
     Translate the name of a weight to (our name, its place among those that are joined there); an
-    unknown name stays as it is. Returns None for what is not a weight.
+    unknown name stays as it is.
     """
-    # These are buffers of old versions.
-    if name.endswith(('.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq')):
-        return None
     if kind == 'gpt2':
         return (name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'), 0
-    name = name.removeprefix('model.')
-    layer = re.fullmatch(r'layers\.(\d+)\.(.+)\.(weight|bias)', name)
+    layer = re.fullmatch(r'model\.layers\.(\d+)\.(.+)\.(weight|bias)', name)
     if layer:
         for ours, theirs in BLOCKS[kind].items():
             if layer[2] in theirs:

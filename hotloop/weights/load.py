@@ -213,19 +213,19 @@ def read_tensors(folder, kind):
     found = {}
     for path in paths:
         for name, tensor in read_safetensors(path).items():
-            place = our_name(name, kind)
-            if place is None:
-                continue
+            if name.endswith(('.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq')):
+                continue  # a buffer of an old version
             if kind == 'gpt2' and name.endswith(CONV1D):  # OpenAI's "Conv1D" stores (in, out)
                 tensor = tensor.t()
-            by_place = found.setdefault(place[0], {})
-            if place[1] in by_place:
+            place = our_name(name, kind)
+            if place in found:
                 raise ValueError(f'{path} has {name} a second time; delete the shards that are not in '
                                  'model.safetensors.index.json')
-            by_place[place[1]] = tensor
+            found[place] = tensor
     weights = {}
-    for name, by_place in found.items():
-        parts = [by_place[place] for place in sorted(by_place)]
+    for name, place in sorted(found):
+        weights.setdefault(name, []).append(found[name, place])
+    for name, parts in weights.items():
         weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return weights
 
