@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import torch
 
@@ -63,8 +62,6 @@ def export_gguf(model, tokenizer, template, path, dtype, quantize):
         writer.write_tensors_to_file()
         writer.close()
     print(f'wrote {path}: {kind}, {used.name}')
-    if model.config.mlp == 'gelu':
-        print('note: llama.cpp approximates GELU with tanh, so its logits differ slightly', file=sys.stderr)
 
 
 def architecture(config):
@@ -126,9 +123,6 @@ def vocabulary(tokenizer, template, max_length):
         raise ValueError(f'a GGUF file cannot hold this {tokenizer.spec()["kind"]} tokenizer, only bytes and '
                          'byte-level BPEs with an end of text and a split of words that llama.cpp names: '
                          f'{", ".join(SPLITS.values())}')
-    if file['normalizer']:
-        print('note: llama.cpp does not compose characters to NFC: decomposed ones have other ids',
-              file=sys.stderr)
     tokens = [f'[unused {i}]' for i in range(tokenizer.n_vocab)]
     types = [UNUSED] * tokenizer.n_vocab
     special = {added['content']: added['special'] for added in file['added_tokens']}
