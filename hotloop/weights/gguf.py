@@ -132,10 +132,6 @@ def vocabulary(tokenizer, template, max_length):
             tokens[i] = token
             types[i] = TOKEN_TYPES[special.get(token)]
     merges = [pair if isinstance(pair, str) else ' '.join(pair) for pair in file['model']['merges']]
-    reached = {pair.replace(' ', '') for pair in merges} | special.keys()
-    lost = [token for token in ids if len(token) > 1 and token not in reached]
-    if lost and split != 'llama-bpe' and file['model'].get('ignore_merges'):
-        raise ValueError(f'llama.cpp would never use the token {lost[0]!r}, because no merges give it')
     if not merges:  # A file holds no empty list, and no byte is spelled by these letters.
         merges = ['\u2581 \u2581']
     bos = tokenizer.eot if tokenizer.bos is None else tokenizer.bos  # Without one, llama.cpp takes id 11.
