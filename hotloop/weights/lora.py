@@ -109,26 +109,20 @@ class LoRALinear(nn.Module):
 def projections(weights):
     """
     List what can have adapters in the weights of a GPT: {name: (matrix in a block, first row, last
-    row + 1)}. The names are peft's: GPT-2's where positions are learned, with one adapter for
-    c_attn, and Llama's elsewhere. Where not all layers attend, all rows of a matrix (0 to None) have one.
+    row + 1; None: all rows)}. The names are peft's: GPT-2's where positions are learned or not all
+    layers attend, with one adapter for c_attn, and Llama's elsewhere.
     """
-    matrices = ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')
-    if any(name.endswith(('.attn.taps', '.attn.decay')) for name in weights):
-        return {name: (name, 0, None) for name in matrices}
-    shapes = {}
-    for name in matrices:
-        shapes[name] = weights[f'transformer.h.0.{name}.weight'].shape
-    if 'transformer.wpe.weight' in weights:
-        return {name: (name, 0, rows) for name, (rows, _) in shapes.items()}
-    n_embd, q = shapes['attn.c_proj']
-    k = (shapes['attn.c_attn'][0] - q) // 2
-    n_ff = shapes['mlp.c_proj'][1]
+    if any(name.endswith(('.wpe.weight', '.attn.taps', '.attn.decay')) for name in weights):
+        return {name: (name, 0, None) for name in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')}
+    q = weights['transformer.h.0.attn.c_proj.weight'].size(1)
+    k = (len(weights['transformer.h.0.attn.c_attn.weight']) - q) // 2
+    n_ff = weights['transformer.h.0.mlp.c_proj.weight'].size(1)
     found = {'attn.q_proj': ('attn.c_attn', 0, q), 'attn.k_proj': ('attn.c_attn', q, q + k),
-             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k), 'attn.o_proj': ('attn.c_proj', 0, n_embd),
+             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k), 'attn.o_proj': ('attn.c_proj', 0, None),
              'mlp.up_proj': ('mlp.c_fc', 0, n_ff)}
-    if shapes['mlp.c_fc'][0] > n_ff:
+    if len(weights['transformer.h.0.mlp.c_fc.weight']) > n_ff:
         found['mlp.gate_proj'] = ('mlp.c_fc', n_ff, 2 * n_ff)
-    return found | {'mlp.down_proj': ('mlp.c_proj', 0, n_embd)}
+    return found | {'mlp.down_proj': ('mlp.c_proj', 0, None)}
 
 
 def chosen(targets, table):
