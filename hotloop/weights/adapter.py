@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from typing import NamedTuple
 
 from hotloop.data.tokenizer import spec_of, template_of_record
 from hotloop.system.files import read_json, replacing
@@ -23,12 +22,6 @@ SUPPORTED = {'peft_type': ['LORA'], 'rank_pattern': [{}, None], 'alpha_pattern':
 SAVED = {'model.embed_tokens': EMBEDDINGS[0], 'transformer.wte': EMBEDDINGS[0], 'lm_head': EMBEDDINGS[1]}
 NANOCHAT = {'mlp.up_proj': 'mlp.fc1', 'mlp.down_proj': 'mlp.fc2',  # {projection: its name there}, and back
             'mlp.fc1': 'mlp.up_proj', 'mlp.fc2': 'mlp.down_proj'}
-
-
-class Adapter(NamedTuple):
-    matrices: dict  # {(layer, projection): (A, B)}, as adapters_of() returns them
-    embeddings: dict  # {name: tensor} of the embedding and the head, if they were trained too
-    scale: float
 
 
 def write_adapter(folder, checkpoint):
@@ -107,14 +100,18 @@ def base_of(folder):
 
 
 def read_adapter(folder):
-    """Read the Adapter in a folder, ours or peft's. Raises ValueError if merged() cannot add it."""
+    """
+    Read the adapters in a folder, ours or peft's: (matrices as adapters_of() returns them, embeddings_of()
+    what was trained too, scale). Raises ValueError if merged() cannot add them.
+    """
     config = read_json(os.path.join(folder, CONFIG))
     check_keys(config, SUPPORTED, f'{folder}/{CONFIG}')
     if not {'r', 'lora_alpha'} <= config.keys():
         raise ValueError(f"{folder}/{CONFIG} has no r and lora_alpha: it is not of peft's LoRA")
     lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
                       lora_rs=config.get('use_rslora', False))
-    found = Adapter({}, {}, lora.scale())
+    matrices = {}
+    embeddings = {}
     tensors = read_safetensors(os.path.join(folder, TENSORS))
     for name, tensor in tensors.items():
         module = name.removeprefix('base_model.model.').removesuffix('.weight')
@@ -123,11 +120,11 @@ def read_adapter(folder):
             continue
         module = module.removesuffix('.modules_to_save')
         if module in SAVED:
-            found.embeddings[SAVED[module]] = tensor
+            embeddings[SAVED[module]] = tensor
         elif place is None:
             raise ValueError(f'{folder}: {name} is not supported, only adapters of matrices in '
                              'blocks, and complete embeddings and heads')
         elif place[3] == 'A':
             B = tensors[name.replace('lora_A', 'lora_B')]
-            found.matrices[int(place[1]), place[2]] = tensor.float(), B.float()
-    return found
+            matrices[int(place[1]), place[2]] = tensor.float(), B.float()
+    return matrices, embeddings, lora.scale()

@@ -139,15 +139,15 @@ def check_records(path):
 def load_adapter(folder):
     """Load the Weights of a folder of adapters, added to their base."""
     record = base_of(folder)
-    adapter = read_adapter(folder)  # its errors before the base is downloaded
+    matrices, embeddings, scale = read_adapter(folder)  # its errors before the base is downloaded
     base = open_base(record, folder)
     rest = {'sha256': hash_file(os.path.join(folder, TENSORS)),
             'hf_config': base.checkpoint.get('hf_config'),
             'template': record['template'] or template_of(folder) or template_of_record(base.checkpoint)}
-    matrices = swap_nanochat(adapter.matrices, base.checkpoint.get('hf_config'), base.model_args)
-    weights = merged(base.weights | adapter.embeddings, matrices, adapter.scale, record['quantize'])
+    matrices = swap_nanochat(matrices, base.checkpoint.get('hf_config'), base.model_args)
+    weights = merged(base.weights | embeddings, matrices, scale, record['quantize'])
     model_args = {**base.model_args, 'vocab_size': len(weights[WTE])}  # that of embeddings saved by peft
-    if adapter.embeddings and not torch.equal(weights[WTE], weights[HEAD]):
+    if embeddings and not torch.equal(weights[WTE], weights[HEAD]):
         model_args['tie'] = False  # peft unties a tied pair
     spec = record['tokenizer']
     if not spec and os.path.exists(os.path.join(folder, 'tokenizer.json')):  # with tokens for its chats
