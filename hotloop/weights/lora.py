@@ -56,13 +56,11 @@ def check_lora(lora, cfg, given, is_new):
             if value != field.default and is_alone:
                 raise ValueError(f'{field.name}={value!r} applies only with a --lora_rank such as 16')
         return
-    if cfg.optimizer == 'muon':
-        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained with --optimizer=adamw')
-    if cfg.ortho_penalty:
-        raise ValueError(f'ortho_penalty={cfg.ortho_penalty} acts on weights that adapters freeze; use '
-                         '--ortho_penalty=0')
-    if cfg.shard != 'none':
-        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; omit it')
+    works = {'optimizer': ('adamw', 'adamw8bit'), 'ortho_penalty': (0,), 'shard': ('none',)}
+    for name, values in works.items():
+        value = getattr(cfg, name)
+        if value not in values:
+            raise ValueError(f'{name}={value!r} does not go with adapters; use --{name}={values[0]}')
     if is_new and cfg.init_from == 'scratch':
         raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with --init_from')
 
