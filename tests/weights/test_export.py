@@ -35,6 +35,8 @@ SCRATCH = {'gpt2': BASE, 'gpt2 with biases': BASE | dict(bias=True, mlp='gelu_ta
            'qwen3, tied': BASE | dict(preset='qwen3', tie=True, n_kv_head=2, rope_base=500.0, norm_eps=1e-2)}
 MIXED = ("Hello, world!  It's 12345 o'clock…\n\n\tTabs\t and   spaces   \r\nΣίσυφος ёлка 漢字 한국어 😀 café "
          "cafe\u0301 \u00a0nbsp\u3000\n \n\n   end 'll I'VE 1,234.5 ½² ٣٤ x=1;y=2 \0\x07\u2028\ufeff  ")
+CHATTED = ([('user', 'Hi "you"')], [('user', ' a\n'), ('assistant', "b's"), ('user', 'c')],
+           [('system', 'Be {{ brief }}.'), ('user', 'a')])
 
 
 def redrawn(settings):
@@ -198,9 +200,7 @@ def test_chats_are_as_in_training(tmp_path, template):
     tokenizer.bos = 256
     export(gpt(257), tokenizer, template, str(tmp_path / 'a'), torch.float32)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'a')
-    chats = [[('user', 'Hi "you"')], [('user', ' a\n'), ('assistant', "b's"), ('user', 'c')],
-             [('system', 'Be {{ brief }}.'), ('user', 'a')]]
-    for turns in chats:
+    for turns in CHATTED:
         messages = [{'role': role, 'content': text} for role, text in turns]
         expected = ''.join(text for text, *_ in parts_before_answer(turns, template))
         made = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -7,7 +7,7 @@ import pytest
 import requests
 import torch
 from conftest import all_logits, error_of
-from test_export import BASE, MIXED, family, own, redrawn
+from test_export import BASE, CHATTED, MIXED, family, own, redrawn
 from test_sample import CHARS, gpt, main, write
 
 from hotloop.data.bpe import GPT2_SPLIT
@@ -34,39 +34,20 @@ def made(name):
     return family(name)[0] if name in IMPORTED else redrawn(SHAPES[name])
 
 
-def read(path):
-    """Return ({key: value}, {name: float32 array}, {name: type}) of a file, by the package gguf."""
-    reader = gguf.GGUFReader(path)
-    metadata = {key: field.contents() for key, field in reader.fields.items()}
-    tensors = {}
-    for t in reader.tensors:
-        tensors[t.name] = torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy())
-    return metadata, tensors, {t.name: t.tensor_type.name for t in reader.tensors}
-
-
-def test_float16_and_q8_0_are_within_their_steps(tmp_path):
+def test_each_tensor_has_the_type_that_llama_cpp_computes_with(tmp_path):
     """Vectors and learned positions stay in float32, and a matrix of 40 columns in float16."""
     model = redrawn(BASE | dict(n_ff=40, bias=True))
-    path = str(tmp_path / 'F32.gguf')
-    export_gguf(model, ByteTokenizer(), 'none', path, torch.float32, quantize=False)
-    metadata, exact, types = read(path)
-    assert metadata['gpt2.context_length'] == 16 and set(types.values()) == {'F32'}
-    for quantize, size in ((False, 'F16'), (True, 'Q8_0')):
+    for number, size in ((1, 'F16'), (7, 'Q8_0')):
         path = str(tmp_path / f'{size}.gguf')
-        export_gguf(model, ByteTokenizer(), 'none', path, torch.float16, quantize)
-        metadata, tensors, types = read(path)
-        assert metadata['general.file_type'] == {'F16': 1, 'Q8_0': 7}[size]
-        for name, tensor in exact.items():
-            error = (tensors[name] - tensor).abs()
-            if tensor.dim() == 1 or name == 'position_embd.weight':
-                assert types[name] == 'F32' and not error.any()
-            elif not quantize or 'ffn_down' in name:
-                assert types[name] == 'F16' and error.max() < 1e-3
-            else:
-                steps = tensor.view(-1, 32).abs().amax(1, keepdim=True) / 127
-                assert types[name] == 'Q8_0'
-                assert (error.view(-1, 32) <= 0.5 * steps + 127 * steps * 2**-11 + 1e-9).all()
-                assert error.max() > 1e-4
+        export_gguf(model, ByteTokenizer(), 'none', path, torch.float16, size == 'Q8_0')
+        reader = gguf.GGUFReader(path)
+        assert reader.fields['general.file_type'].contents() == number
+        assert reader.fields['gpt2.context_length'].contents() == 16
+        for tensor in reader.tensors:
+            expected = 'F16' if 'ffn_down' in tensor.name else size
+            if len(tensor.shape) == 1 or tensor.name == 'position_embd.weight':
+                expected = 'F32'
+            assert tensor.tensor_type.name == expected, tensor.name
 
 
 @pytest.mark.parametrize('settings, words', REFUSED)
@@ -222,8 +203,7 @@ def test_llama_cpp_writes_chats_as_in_training(tmp_path, template):
     tokenizer.bos = 256
     export_gguf(gpt(257), tokenizer, template, path, torch.float32, quantize=False)
     ask = llama_cpp(path)
-    for turns in ([('user', 'Hi "you"')], [('user', ' a\n'), ('assistant', "b's"), ('user', 'c')],
-                  [('system', 'Be {{ brief }}.'), ('user', 'a')]):
+    for turns in CHATTED:
         messages = [{'role': role, 'content': text} for role, text in turns]
         prompt = ask('/apply-template', messages=messages)['prompt']
         found = ask('/tokenize', content=prompt, add_special=True)['tokens']
