@@ -57,7 +57,7 @@ def look_up(codes, pairs, on_cpu):
 
 
 def dequantize(nf4, pairs, shape, dtype):
-    """Restore the tensor of this shape that quantize() took, within its rounding."""
+    """Restore the tensor of this shape that quantize() took, within its rounding. nf4: has NF4's tensors."""
     largest = nf4.scales * nf4.steps.repeat_interleave(GROUP)[:len(nf4.scales)] + nf4.mean
     blocks = look_up(nf4.codes, pairs, nf4.codes.device.type == 'cpu').view(-1, BLOCK)
     return (blocks * largest[:, None]).to(dtype).flatten()[:shape.numel()].view(shape)
@@ -75,8 +75,7 @@ class NF4Linear(nn.Module):
             self.register_buffer(name, tensor)
 
     def product(self, x):
-        nf4 = NF4(self.codes, self.scales, self.steps, self.mean)
-        weight = dequantize(nf4, self.pairs, self.shape, x.dtype)
+        weight = dequantize(self, self.pairs, self.shape, x.dtype)
         return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
     def forward(self, x):
