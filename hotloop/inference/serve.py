@@ -6,8 +6,6 @@ import json
 import os
 import queue
 import re
-import select
-import socket
 import threading
 import time
 import uuid
@@ -16,11 +14,10 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote
 
-from configurator import accept
 from hotloop.data.chat import CHATS, TEMPLATES, check_text, read_row
 from hotloop.data.encode import prompt_ids
+from hotloop.inference.load import checked
 from hotloop.inference.texts import Prompt, Text, fit_turns, sampling_of, split_stops, write_batch
 from hotloop.system.files import parse_json
 from hotloop.system.text import first_line
@@ -29,13 +26,16 @@ PORT = 8000  # of --serve alone
 LARGEST = 2**20  # bytes of a request's body
 NAMES = ('127.0.0.1', 'localhost')  # of this machine, in requests
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
-SETTINGS = ('temperature', 'top_p', 'seed', 'top_k', 'min_p', 'repetition_penalty', 'dry')  # of a request
+# {field of a request: its setting}
+SETTINGS = {'temperature': 'temperature', 'top_p': 'top_p', 'seed': 'seed', 'top_k': 'top_k',
+            'min_p': 'min_p', 'repetition_penalty': 'repetition_penalty', 'dry': 'dry',
+            'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens'}
 # fields that would change the answer, except with this value
 UNSUPPORTED = {'n': 1, 'best_of': 1, 'response_format': {'type': 'text'}, 'tools': [], 'functions': [],
                'logprobs': 0, 'top_logprobs': 0, 'logit_bias': {}, 'frequency_penalty': 0,
                'presence_penalty': 0, 'echo': False, 'suffix': ''}
-POLICY = ("default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; "
-          "img-src data:; connect-src 'self'")
+POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+          "connect-src 'self'")
 
 
 class Job(NamedTuple):
@@ -70,7 +70,6 @@ class Server(ThreadingHTTPServer):
             sampling = waiting[0].sampling
             batch = [job for job in waiting if job.sampling == sampling][:self.cfg.batch_size]
             waiting = [job for job in waiting if job not in batch]
-            batch = [job for job in batch if not job.text.finish]  # Clients of the others have hung up.
             try:
                 for _ in write_batch(self.model, [job.text for job in batch], sampling, False):
                     for job in batch:
@@ -82,7 +81,17 @@ class Server(ThreadingHTTPServer):
 
     def read_job(self, body, is_chat):
         """Read the Job in the body of a request. Raises ValueError if it cannot be done."""
-        cfg = self.read_settings(body)
+        settings = {'seed': next(self.seeds)}
+        settings |= {ours: body[name] for name, ours in SETTINGS.items() if body.get(name) is not None}
+        if settings.get('top_k') in (0, -1):  # other servers turn it off by these
+            settings['top_k'] = None
+        cfg = checked(replace(self.cfg, **settings))
+        asked, most = cfg.max_new_tokens, self.cfg.max_new_tokens
+        if asked > most:
+            raise ValueError(f'max_tokens={asked} exceeds the --max_new_tokens={most} of the server')
+        for name, value in UNSUPPORTED.items():
+            if body.get(name) not in (None, value):
+                raise ValueError(f'{name}={json.dumps(body[name])[:50]} is not supported')
         if is_chat:
             ids = self.read_chat(body.get('messages'), cfg)
         else:
@@ -93,53 +102,20 @@ class Server(ThreadingHTTPServer):
         stops = split_stops(cfg.stop, self.template if is_chat else 'plain')
         asked = body.get('stop') or []
         for stop in asked if isinstance(asked, list) else [asked]:
-            stops.append(checked(stop, str, 'stop'))
+            stops.append(check_text(stop, 'stop'))
         text = Text(Prompt('', '', ids, [stop for stop in stops if stop]), cfg.seed, self.tokenizer)
         return Job(text, sampling_of(cfg, self.tokenizer, is_chat), queue.SimpleQueue())
-
-    def read_settings(self, body):
-        """Read the settings of a request; those that it does not have are the server's."""
-        kinds = type(self.cfg).__annotations__
-        settings = {name: checked(body[name], kinds[name], name)
-                    for name in SETTINGS if body.get(name) is not None}
-        if settings.get('top_k', 1) < 1:  # other servers turn it off by 0 or -1
-            settings['top_k'] = None
-        if 'seed' not in settings:
-            settings['seed'] = next(self.seeds)
-        for name in ('max_tokens', 'max_completion_tokens'):
-            if body.get(name) is not None:
-                settings['max_new_tokens'] = checked(body[name], int, name)
-        cfg = replace(self.cfg, **settings)
-        problems = cfg.problems()
-        asked, most = cfg.max_new_tokens, self.cfg.max_new_tokens
-        if asked > most:
-            problems.append(f'max_tokens={asked} exceeds the --max_new_tokens={most} of the server')
-        problems += [f'{name}={json.dumps(body[name])[:50]} is not supported'
-                     for name, value in UNSUPPORTED.items() if body.get(name) not in (None, value)]
-        if problems:
-            raise ValueError('; '.join(problems))
-        return cfg
 
     def read_chat(self, messages, cfg):
         """Encode the messages of a chat up to the answer; the oldest are dropped if all do not fit."""
         if self.template not in TEMPLATES:
             raise ValueError(f'the chat template of the model is not known; use {COMPLETIONS}, or start the '
                              'server with --template')
-        if not isinstance(messages, list):
-            raise ValueError('messages must be a list of {"role": ..., "content": ...}')
         _, turns = read_row({'messages': messages}, 'messages')
         if 'user' not in dict(turns):
-            raise ValueError('messages: the chat has no user turn')
+            raise ValueError('messages must be a list of {"role": ..., "content": ...} with a user turn')
         _, ids = fit_turns(self.model, self.tokenizer, turns, self.template, cfg.max_new_tokens)
         return ids
-
-
-def checked(value, kind, name):
-    """Return the value of a field in its type. Raises ValueError with the field's name."""
-    try:
-        return accept(value, kind)
-    except ValueError as e:
-        raise ValueError(f'{name}: {e}') from None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -166,28 +142,21 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         server = self.server
         if self.path == '/':
-            nonce = uuid.uuid4().hex
-            page = Path(__file__).with_name('page.html').read_bytes()
-            page = page.replace(b'<script>', f'<script nonce="{nonce}">'.encode())
-            self.send(200, page, 'text/html; charset=utf-8', Content_Security_Policy=POLICY.format(nonce))
-        elif unquote(self.path) in ('/v1/models', f'/v1/models/{server.name}'):
+            self.send(200, Path(__file__).with_name('page.html').read_bytes(), 'text/html; charset=utf-8')
+        elif self.path == '/v1/models':
             model = {'id': server.name, 'object': 'model', 'created': 0, 'owned_by': 'hotloop',
                      'chat': server.template in CHATS, 'context': server.model.config.block_size,
                      'max_tokens': server.cfg.max_new_tokens}
-            is_list = self.path == '/v1/models'
-            self.send(200, {'object': 'list', 'data': [model]} if is_list else model)
+            self.send(200, {'object': 'list', 'data': [model]})
         else:
             self.send_error(404, f'{self.path} does not exist; GET has / and /v1/models')
 
     def do_POST(self):
-        length = self.headers.get('Content-Length', '')
         if self.path not in (COMPLETIONS, CHAT):
             return self.send_error(404, f'{self.path} does not exist; POST has {COMPLETIONS} and {CHAT}')
-        if not length.isdecimal():
-            return self.send_error(411, 'the request has no Content-Length')
-        if len(length) > 12 or int(length) > LARGEST:
-            return self.send_error(413, f'the body has {length} bytes, and may have {LARGEST}')
-        is_chat = self.path == CHAT
+        length = self.headers.get('Content-Length', '')
+        if not length.isdecimal() or len(length) > 12 or int(length) > LARGEST:
+            return self.send_error(413, f'a request needs a Content-Length of at most {LARGEST} bytes')
         try:
             body = parse_json(self.rfile.read(int(length)), 'the body')
             if not isinstance(body, dict):
@@ -195,29 +164,32 @@ class Handler(BaseHTTPRequestHandler):
             model, own = body.get('model'), self.server.name
             if model not in (None, own):
                 return self.send_error(404, f'the model {model!r} does not exist; this server has {own}')
-            stream = checked(body.get('stream') or False, bool, 'stream')
-            job = self.server.read_job(body, is_chat)
-        except (ValueError, RecursionError) as e:  # the latter for very deep JSON
+            job = self.server.read_job(body, self.path == CHAT)
+        except ValueError as e:
             return self.send_error(400, e)
         self.server.jobs.put(job)
         try:
-            self.answer(job, is_chat, stream, body.get('stream_options'))
+            self.answer(job, body)
         finally:
             job.text.finish = job.text.finish or 'cancelled'  # This frees its place in the batch.
 
-    def answer(self, job, is_chat, stream, options):
+    def answer(self, job, body):
         """Send the text of a job, in events as it comes or whole."""
+        is_chat, stream = self.path == CHAT, bool(body.get('stream'))
         kind = 'chat.completion' if is_chat else 'text_completion'
         about = {'id': uuid.uuid4().hex, 'object': kind + '.chunk' * (is_chat and stream),
                  'created': int(time.time()), 'model': self.server.name}
         if stream:
             self.close_connection = True  # This ends the events.
-            self.start(200, 'text/event-stream', Cache_Control='no-store')
+            self.send(200, b'', 'text/event-stream')
         role = {'role': 'assistant'}  # in the first event of a chat
-        for new, finish in self.follow(job):
+        sent, finish = 0, None
+        while not finish:
+            text, finish = job.news.get()
             if isinstance(finish, Exception):
                 return self.send_event(error(500, finish)) if stream else self.send_error(500, finish)
-            content = {'text': new if stream else job.text.text}
+            content = {'text': text[sent:] if stream else text}
+            sent = len(text)
             if is_chat:
                 content = {'delta' if stream else 'message': {**role, 'content': content['text']}}
             choice = {'index': 0, 'logprobs': None, **content, 'finish_reason': finish}
@@ -229,26 +201,9 @@ class Handler(BaseHTTPRequestHandler):
         usage = {'prompt_tokens': prompt, 'completion_tokens': written, 'total_tokens': prompt + written}
         if not stream:
             return self.send(200, {**about, 'choices': [choice], 'usage': usage})
-        if isinstance(options, dict) and options.get('include_usage'):
+        if (body.get('stream_options') or {}).get('include_usage'):
             self.send_event({**about, 'choices': [], 'usage': usage})
         self.wfile.write(b'data: [DONE]\n\n')
-
-    def follow(self, job):
-        """Yield (new characters, finish) of each step. Raises ConnectionError once the client hangs up."""
-        sent, finish = 0, None
-        while not finish:
-            text = None
-            with contextlib.suppress(queue.Empty):
-                text, finish = job.news.get(timeout=1)  # s; the job may wait for others
-            if self.has_hung_up():
-                raise ConnectionAbortedError
-            if text is not None:
-                yield text[sent:], finish
-                sent = len(text)
-
-    def has_hung_up(self):
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return readable and not self.connection.recv(1, socket.MSG_PEEK)
 
     def send_event(self, value):
         self.wfile.write(b'data: %s\n\n' % json.dumps(value).encode())
@@ -258,21 +213,19 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.send(status, error(status, message or HTTPStatus(status).phrase))
 
-    def send(self, status, content, kind='application/json', **headers):
-        """Send an answer: bytes, or anything else as JSON."""
+    def send(self, status, content, kind='application/json'):
+        """Send an answer: bytes, or anything else as JSON. Without a length, the connection's end ends it."""
         if not isinstance(content, bytes):
             content = json.dumps(content).encode()
-        self.start(status, kind, Content_Length=len(content), **headers)
-        self.wfile.write(content)
-
-    def start(self, status, kind, **headers):
-        """Send the status and the headers of an answer."""
         self.send_response(status)
-        for name, value in {'Content_Type': kind, **headers}.items():
-            self.send_header(name.replace('_', '-'), str(value))
+        self.send_header('Content-Type', kind)
+        self.send_header('Content-Security-Policy', POLICY)
         if self.close_connection:
             self.send_header('Connection', 'close')
+        else:
+            self.send_header('Content-Length', str(len(content)))
         self.end_headers()
+        self.wfile.write(content)
 
 
 def error(status, message):
