@@ -35,7 +35,7 @@ from hotloop.data.dataset import open_datasets
 from hotloop.data.documents import open_text
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose
-from hotloop.inference.load import DRAWN, Model
+from hotloop.inference.load import Model
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
 from hotloop.inference.serve import serve
 from hotloop.inference.texts import CHOOSE, Prompt, fit_turns, make_prompts, split_stops, write
@@ -52,13 +52,6 @@ RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temper
           'top_k': (1, math.inf), 'top_p': (0, 1), 'min_p': (0, 1),
           'repetition_penalty': (0.01, 100), 'dry': (0, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
           'serve': (0, 65535)}  # 0: False
-# the settings of drawn texts, and those that each command does not use
-TEXT = ('start', 'num_samples', *DRAWN)
-UNUSED = {'score': (*TEXT, 'compile'), 'eval_code': ('start',),
-          'chat': ('num_samples', 'output', 'batch_size'),
-          'serve': ('start', 'num_samples', 'output', 'compile'),
-          'diagnose': (*TEXT, 'template', 'batch_size', 'quantize', 'compile'),
-          'export': (*TEXT, 'output', 'batch_size', 'device', 'compile')}
 DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 
 
@@ -68,7 +61,7 @@ class SampleConfig:
     init_from: str = 'resume'  # resume (from out_dir), a run, a folder of weights or adapters, or a hub model
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # datasets, which have the tokenizers of nanoGPT's checkpoints
-    quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
+    quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings; saves memory
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
     chat: bool = False  # interactive chat; start is its system prompt; `exit` or Ctrl-D ends it
@@ -105,10 +98,8 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 problems.append(f'{name}={value} must be from {least} to {most}')
-        if self.serve is not False and self.serve == 0:
-            problems.append('serve=0 is not the number of a port')
-        commands = [name for name in UNUSED if getattr(self, name)]
-        problems += [f"{name}='' names no file" for name in UNUSED if getattr(self, name) == '']
+        commands = [name for name in COMMANDS if getattr(self, name)]
+        problems += [f"{name}='' names no file" for name in COMMANDS if getattr(self, name) == '']
         if len(commands) > 1:
             problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
         if self.run_code and not self.eval_code:
@@ -140,15 +131,16 @@ def read_prompts(start):
 # -----------------------------------------------------------------------------
 # commands
 
-def sample(model, tokenizer, template, cfg):
+def sample(opened, cfg):
     """Print samples of each prompt, in order."""
     rows = read_prompts(cfg.start)
-    if cfg.start == '\n' and '\n' not in getattr(tokenizer, 'chars', '\n'):  # trained on rows of one line
+    chars = getattr(opened.tokenizer, 'chars', '\n')
+    if cfg.start == '\n' and '\n' not in chars:  # trained on rows of one line
         rows = [prompt_of('', '')]
-    if template in CHATS and cfg.template == 'auto' and rows and rows[0][2] is None:
-        print(f'note: this model has a chat template: give --chat, or --template={template} for one question',
-              file=sys.stderr)
-    for text, piece in write(model, tokenizer, make_prompts(rows, model, tokenizer, template, cfg), cfg):
+    if opened.template in CHATS and cfg.template == 'auto' and rows and rows[0][2] is None:
+        print(f'note: this model has a chat template: give --chat, or --template={opened.template} for one '
+              'question', file=sys.stderr)
+    for text, piece in write(opened, make_prompts(opened, rows, cfg), cfg):
         if cfg.output == 'text':
             print(piece, end='\n---------------\n' if text.finish else '', flush=True)
         elif text.finish:
@@ -158,18 +150,25 @@ def sample(model, tokenizer, template, cfg):
             print_json(row)
 
 
-def eval_code(model, tokenizer, template, cfg):
+def score(opened, cfg):
+    """Print the loss on each document of a file or folder."""
+    documents = read_documents(cfg.score, opened.tokenizer, opened.template, cfg)
+    scores = score_documents(opened.gpt, opened.tokenizer, documents, cfg.batch_size)
+    print_scores(scores, cfg.score, cfg.output)
+
+
+def eval_code(opened, cfg):
     """Judge the answers to the tasks of a file. Prints the metrics, with output=jsonl also the answers."""
-    tasks = read_tasks(cfg.eval_code, template in CHATS)
+    is_chat = opened.template in CHATS
+    tasks = read_tasks(cfg.eval_code, is_chat)
     if cfg.run_code and not any(task.tests for task in tasks):
         raise ValueError(f'run_code=True needs tests, and {cfg.eval_code} has none')
-    rows = [(task, task.turns, task.template) for task in tasks]
-    prompts = make_prompts(rows, model, tokenizer, template, cfg)
+    prompts = make_prompts(opened, [(task, task.turns, task.template) for task in tasks], cfg)
     for prompt in prompts:
-        if template not in CHATS:
+        if not is_chat:
             prompt.stops.extend(prompt.given.stops)
     verdicts = []
-    for text, _ in write(model, tokenizer, prompts, cfg):
+    for text, _ in write(opened, prompts, cfg):
         if not text.finish:
             continue
         verdict = judge(text.prompt.given, text.seed, text.text, cfg.run_code)
@@ -179,31 +178,27 @@ def eval_code(model, tokenizer, template, cfg):
     print_metrics(verdicts, cfg.output)
 
 
-def chat(model, tokenizer, template, cfg):
+def chat(opened, cfg):
     """Answer the user's lines until 'exit' or the end of the input."""
+    template = opened.template
     if template not in TEMPLATES:
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
     turns = []
     if cfg.start.strip():
-        prompts = read_prompts(cfg.start)
-        if len(prompts) != 1 or not isinstance(prompts[0][0], str):
-            raise ValueError(f'start={cfg.start}: the system prompt of a chat is one text')
-        turns = [('system', prompts[0][0].strip())]
+        _, given, _ = read_prompts(cfg.start)[0]
+        turns = [('system', given[-1][1].strip())]
     cfg = replace(cfg, num_samples=1)
     with contextlib.suppress(ImportError):  # Windows has none
         import readline  # edits lines
         readline.parse_and_bind('set enable-bracketed-paste on')  # several pasted lines are one message
-    while (message := read_line()) not in (None, 'exit'):
-        if not message:
-            continue
+    for message in read_lines():
         try:
-            turns, ids = fit_turns(model, tokenizer, [*turns, ('user', message)], template,
-                                   cfg.max_new_tokens)
+            turns, ids = fit_turns(opened, [*turns, ('user', message)], template, cfg.max_new_tokens)
         except ValueError as e:  # The message is too long, or has characters that the tokenizer lacks.
             print(f'note: {e}', file=sys.stderr)
             continue
         prompt = Prompt('', '', ids, split_stops(cfg.stop, template), is_answer=True)
-        for text, piece in write(model, tokenizer, [prompt], cfg):
+        for text, piece in write(opened, [prompt], cfg):
             print(piece, end='\n' if text.finish else '', flush=True)
         answer = text.text
         if '</think>' in answer:  # earlier thoughts leave, as in the templates of Qwen 3 and DeepSeek R1
@@ -212,24 +207,32 @@ def chat(model, tokenizer, template, cfg):
         cfg = replace(cfg, seed=cfg.seed + 1)
 
 
-def read_line():
-    """Read a line of the user. Returns None at the end of the input."""
+def read_lines():
+    """Yield the lines of the user until 'exit' or the end of the input, without empty ones."""
     try:
-        return input('> ').strip()
-    except UnicodeDecodeError as e:
-        raise ValueError(f'the input is not UTF-8: {e}') from None
+        while (line := input('> ').strip()) != 'exit':
+            if line:
+                yield line
     except EOFError:
         print()
-        return None
 
 
-def validation_batches(weights, model, data_dir):
+def examine(opened, cfg):
+    """Diagnose the model."""
+    settings = opened.weights.checkpoint.get('config', {})
+    matrices = None
+    if settings.get('feedback') == 'dfa':
+        matrices = feedback_matrices(opened.gpt.config, settings['seed']).to(opened.device)
+    diagnose(opened.gpt, validation_batches(opened, settings, cfg.data_dir), cfg.output, matrices)
+
+
+def validation_batches(opened, settings, data_dir):
     """
-    Yield batches for diagnose(): windows spread over the validation data of the training or, if that
-    is not here, random ids without targets.
+    Yield batches for diagnose(): windows spread over the validation data of the training, which had these
+    settings, or, if that is not here, random ids without targets.
     """
-    settings = weights.checkpoint.get('config', {})
-    T = min(model.config.block_size, settings.get('block_size', math.inf))  # a base may have a longer one
+    weights, config = opened.weights, opened.gpt.config
+    T = min(config.block_size, settings.get('block_size', math.inf))  # a base may have a longer one
     try:
         if not settings.get('dataset'):
             raise ValueError(f'{weights.path} does not name its dataset')
@@ -241,7 +244,7 @@ def validation_batches(weights, model, data_dir):
             raise ValueError(f'dataset={settings["dataset"]} in data_dir={data_dir} has changed')
     except ValueError as e:
         print(f'note: random ids and no loss by position, because {e}', file=sys.stderr)
-        x = torch.randint(model.config.vocab_size, (max(DIAGNOSED // T, 1), min(T, DIAGNOSED)))
+        x = torch.randint(config.vocab_size, (max(DIAGNOSED // T, 1), min(T, DIAGNOSED)))
         yield x, torch.full_like(x, -1), torch.zeros_like(x)
         return
     for split, starts in fixed_windows(val, max(DIAGNOSED // T, 2)):
@@ -250,65 +253,41 @@ def validation_batches(weights, model, data_dir):
             yield x, y, positions_in(documents[0] if documents else torch.zeros_like(x)), *documents
 
 
-def main(argv=None):
-    (cfg,), given, _ = configure(SampleConfig, argv=argv, about=__doc__)
-    for command, names in UNUSED.items():
-        for name in names:
-            if getattr(cfg, command) and given.get(name, '').startswith('--'):
-                print(f'note: --{name} has no effect with --{command}', file=sys.stderr)
-    if cfg.init_from != 'resume' and given.get('out_dir', '').startswith('--'):
-        print('note: --out_dir has no effect with --init_from', file=sys.stderr)
-    opened = Model(cfg, GPT)
-    weights, model, tokenizer, template = opened.weights, opened.gpt, opened.tokenizer, opened.template
-    if cfg.export:
-        dtype = torch.float32 if cfg.dtype == 'auto' else opened.dtype
-        try:
-            if cfg.export.endswith('.gguf'):
-                export_gguf(model, tokenizer, template, cfg.export, dtype, cfg.quantize == 'int8')
-            else:
-                export(model, tokenizer, template, cfg.export, dtype, weights.checkpoint.get('hf_config'))
-        except OSError as e:
-            raise ValueError(f'export={cfg.export} could not be written: {e.strerror or e}') from None
-        return 0
-    if cfg.quantize == 'int8' and opened.device.type == 'cuda' and not (cfg.num_samples == 1 and cfg.compile):
-        print('note: on a GPU int8 saves memory, but only one sample at a time with --compile=True reads '
-              'fewer bytes than bfloat16', file=sys.stderr)
-    step = f', step {weights.checkpoint["iter_num"]}' if 'iter_num' in weights.checkpoint else ''
-    spec = tokenizer.spec()
-    print(f'weights: {weights.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
-          f'device: {opened.device}, {str(opened.dtype).removeprefix("torch.")}', file=sys.stderr)
-    if cfg.diagnose:
-        model.to(opened.device).eval().compute_dtype = opened.dtype
-        matrices = None
-        settings = weights.checkpoint.get('config', {})
-        if settings.get('feedback') == 'dfa':
-            matrices = feedback_matrices(model.config, settings['seed']).to(opened.device)
-        diagnose(model, validation_batches(weights, model, cfg.data_dir), cfg.output, matrices)
-        return 0
+def write_export(opened, cfg):
+    """Write the model for other programs."""
+    model, tokenizer, template = opened.gpt, opened.tokenizer, opened.template
+    dtype = torch.float32 if cfg.dtype == 'auto' else opened.dtype
     try:
-        write_texts(opened.prepare(), cfg)
+        if cfg.export.endswith('.gguf'):
+            export_gguf(model, tokenizer, template, cfg.export, dtype, cfg.quantize == 'int8')
+        else:
+            export(model, tokenizer, template, cfg.export, dtype, opened.weights.checkpoint.get('hf_config'))
+    except OSError as e:
+        raise ValueError(f'export={cfg.export} could not be written: {e.strerror or e}') from None
+
+
+COMMANDS = {'score': score, 'eval_code': eval_code, 'chat': chat, 'serve': serve, 'diagnose': examine,
+            'export': write_export}  # {setting: what it does instead of sample()}
+
+
+def main(argv=None):
+    (cfg,), *_ = configure(SampleConfig, argv=argv, about=__doc__)
+    opened = Model(cfg, GPT)
+    checkpoint, spec = opened.weights.checkpoint, opened.tokenizer.spec()
+    step = f', step {checkpoint["iter_num"]}' if 'iter_num' in checkpoint else ''
+    print(f'weights: {opened.weights.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
+          f'device: {opened.device}, {str(opened.dtype).removeprefix("torch.")}', file=sys.stderr)
+    command = next((COMMANDS[name] for name in COMMANDS if getattr(cfg, name)), sample)
+    try:
+        if not cfg.export:  # which takes the weights as they are
+            opened.prepare(pack=not cfg.diagnose)  # whose gradients packed weights lack
+        command(opened, cfg)
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
         raise ValueError(f'the model and its texts do not fit in the memory of {opened.device}; lower '
                          '--num_samples, --batch_size or --max_new_tokens, or use --quantize=int8') from None
     return 0
-
-
-def write_texts(opened, cfg):
-    """Do what the command asks of an opened and prepared Model."""
-    model, tokenizer, template = opened.gpt, opened.tokenizer, opened.template
-    if cfg.score:
-        documents = read_documents(cfg.score, tokenizer, template, cfg)
-        print_scores(score_documents(model, tokenizer, documents, cfg.batch_size), cfg.score, cfg.output)
-    elif cfg.eval_code:
-        eval_code(model, tokenizer, template, cfg)
-    elif cfg.serve:
-        serve(model, tokenizer, template, cfg)
-    elif cfg.chat:
-        chat(model, tokenizer, template, cfg)
-    else:
-        sample(model, tokenizer, template, cfg)
 
 
 if __name__ == '__main__':

@@ -15,10 +15,6 @@ from hotloop.system.device import choose_compile, choose_device, choose_dtype
 from hotloop.system.host import cores
 from hotloop.weights.load import load_weights, tokenizer_of
 
-# the settings of sample.py that generate() takes
-DRAWN = ('max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'dry', 'stop',
-         'seed')
-
 
 class Model:
     """Hold a GPT, in float32 on the CPU until prepare(), with its tokenizer and chat template or 'none'."""
@@ -67,18 +63,14 @@ class Model:
 
     def generate(self, prompt, stream=False, **settings):
         """
-        Continue a text or answer a chat, [{'role': 'user', 'content': text}]. settings: DRAWN, as in
+        Continue a text or answer a chat, [{'role': 'user', 'content': text}]. settings: of texts, as in
         sample.py. Returns the new text, or with stream an iterator of its pieces.
         """
-        unknown = settings.keys() - DRAWN
-        if unknown:
-            raise TypeError(f'generate() has no {", ".join(sorted(unknown))}, only {", ".join(DRAWN)}')
         cfg = checked(dataclasses.replace(self.cfg, num_samples=1, **settings))
         if isinstance(prompt, list):
             prompt = {'messages': prompt}
-        made, = make_prompts([prompt_of(prompt, 'the prompt')], self.gpt, self.tokenizer, self.template, cfg)
-        texts = write(self.gpt, self.tokenizer, [made._replace(shown='')], cfg)
-        pieces = (piece for _, piece in texts if piece)
+        made, = make_prompts(self, [prompt_of(prompt, 'the prompt')], cfg)
+        pieces = (piece for _, piece in write(self, [made._replace(shown='')], cfg) if piece)
         return pieces if stream else ''.join(pieces)
 
 

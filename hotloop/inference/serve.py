@@ -49,13 +49,14 @@ class Server(ThreadingHTTPServer):
     """Read each request in a thread of its own, and write all texts in the thread of write_forever()."""
     request_queue_size = 128  # connections that wait for their thread
 
-    def __init__(self, model, tokenizer, template, cfg):
+    def __init__(self, opened):
+        cfg = opened.cfg
         port = PORT if cfg.serve is True else cfg.serve
         try:
             super().__init__((NAMES[0], port), Handler)
         except OSError as e:
             raise ValueError(f'serve={port}: {e.strerror}; choose another port with --serve=PORT') from None
-        self.model, self.tokenizer, self.template, self.cfg = model, tokenizer, template, cfg
+        self.opened, self.cfg = opened, cfg
         name = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
         self.name = os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
         self.seeds = itertools.count(cfg.seed)  # of requests without a seed
@@ -71,7 +72,7 @@ class Server(ThreadingHTTPServer):
             batch = [job for job in waiting if job.sampling == sampling][:self.cfg.batch_size]
             waiting = [job for job in waiting if job not in batch]
             try:
-                for _ in write_batch(self.model, [job.text for job in batch], sampling, False):
+                for _ in write_batch(self.opened.gpt, [job.text for job in batch], sampling, False):
                     for job in batch:
                         job.news.put((job.text.text, job.text.finish))
                     batch = [job for job in batch if not job.text.finish]
@@ -98,23 +99,24 @@ class Server(ThreadingHTTPServer):
             prompt = body.get('prompt')
             if isinstance(prompt, list) and len(prompt) == 1:  # LangChain sends one as a list
                 prompt = prompt[0]
-            ids = prompt_ids(self.tokenizer, check_text(prompt, 'prompt'))
-        stops = split_stops(cfg.stop, self.template if is_chat else 'plain')
+            ids = prompt_ids(self.opened.tokenizer, check_text(prompt, 'prompt'))
+        stops = split_stops(cfg.stop, self.opened.template if is_chat else 'plain')
         asked = body.get('stop') or []
         for stop in asked if isinstance(asked, list) else [asked]:
             stops.append(check_text(stop, 'stop'))
-        text = Text(Prompt('', '', ids, [stop for stop in stops if stop]), cfg.seed, self.tokenizer)
-        return Job(text, sampling_of(cfg, self.tokenizer, is_chat), queue.SimpleQueue())
+        text = Text(Prompt('', '', ids, [stop for stop in stops if stop]), cfg.seed, self.opened.tokenizer)
+        return Job(text, sampling_of(cfg, self.opened.tokenizer, is_chat), queue.SimpleQueue())
 
     def read_chat(self, messages, cfg):
         """Encode the messages of a chat up to the answer; the oldest are dropped if all do not fit."""
-        if self.template not in TEMPLATES:
+        template = self.opened.template
+        if template not in TEMPLATES:
             raise ValueError(f'the chat template of the model is not known; use {COMPLETIONS}, or start the '
                              'server with --template')
         _, turns = read_row({'messages': messages}, 'messages')
         if 'user' not in dict(turns):
             raise ValueError('messages must be a list of {"role": ..., "content": ...} with a user turn')
-        _, ids = fit_turns(self.model, self.tokenizer, turns, self.template, cfg.max_new_tokens)
+        _, ids = fit_turns(self.opened, turns, template, cfg.max_new_tokens)
         return ids
 
 
@@ -145,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, Path(__file__).with_name('page.html').read_bytes(), 'text/html; charset=utf-8')
         elif self.path == '/v1/models':
             model = {'id': server.name, 'object': 'model', 'created': 0, 'owned_by': 'hotloop',
-                     'chat': server.template in CHATS, 'context': server.model.config.block_size,
+                     'chat': server.opened.template in CHATS, 'context': server.opened.gpt.config.block_size,
                      'max_tokens': server.cfg.max_new_tokens}
             self.send(200, {'object': 'list', 'data': [model]})
         else:
@@ -196,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
             if stream:
                 self.send_event({**about, 'choices': [choice]})
                 role = {}
-        prompt = min(len(job.text.prompt.ids), self.server.model.config.block_size)
+        prompt = min(len(job.text.prompt.ids), self.server.opened.gpt.config.block_size)
         written = len(job.text.tokens)
         usage = {'prompt_tokens': prompt, 'completion_tokens': written, 'total_tokens': prompt + written}
         if not stream:
@@ -233,9 +235,9 @@ def error(status, message):
     return {'error': {'message': first_line(message), 'type': kind, 'code': HTTPStatus(status).name.lower()}}
 
 
-def serve(model, tokenizer, template, cfg):
+def serve(opened, cfg):
     """Serve a model until Ctrl-C."""
-    server = Server(model, tokenizer, template, cfg)
+    server = Server(opened)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f'http://{NAMES[0]}:{server.server_port}'
     print(f"page: {url}, OpenAI's API: {url}/v1, model: {server.name}; Ctrl-C ends the server", flush=True)

@@ -1,12 +1,11 @@
 """Prompts in, texts out: encode prompts in a chat template, and continue them until they end."""
 
 import codecs
-import contextlib
 import sys
 from itertools import groupby
 from typing import NamedTuple
 
-from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer
+from hotloop.data.chat import TEMPLATES, choose_template, parts_before_answer
 from hotloop.data.encode import encode_parts, prompt_ids
 from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
 
@@ -24,22 +23,22 @@ class Prompt(NamedTuple):
     is_answer: bool = False  # in a template
 
 
-def make_prompts(rows, model, tokenizer, template, cfg):
+def make_prompts(opened, rows, cfg):
     """
-    Encode rows of read_prompts() in the template; texts only if the settings name it. Of a chat that is too
-    long the oldest turns are dropped.
+    Encode rows of read_prompts() in the template of an opened Model; texts only if the settings name it.
+    Of a chat that is too long the oldest turns are dropped.
     """
     prompts = []
+    tokenizer, template = opened.tokenizer, opened.template
     for given, turns, suited in rows:
         text = given if isinstance(given, str) else turns[-1][1]
         if template in TEMPLATES and (suited or cfg.template != 'auto'):
             used = choose_template(template, suited)
             shown = text if used == 'joined' else f'{text}\n'
-            ids = None
-            if len(turns) > 1 and used in CHATS:
-                with contextlib.suppress(ValueError):  # the last message alone is too long: write() says so
-                    _, ids = fit_turns(model, tokenizer, turns, used, cfg.max_new_tokens)
-            ids = ids or turn_ids(tokenizer, turns, used)
+            try:
+                _, ids = fit_turns(opened, turns, used, cfg.max_new_tokens)
+            except ValueError:  # The last message alone is too long, as write() says.
+                ids = turn_ids(tokenizer, turns, used)
             prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used), is_answer=True))
         elif suited in (None, 'joined'):
             text = ''.join(part for part, *_ in parts_before_answer(turns, 'joined'))
@@ -64,12 +63,12 @@ def turn_ids(tokenizer, turns, template):
     return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
 
 
-def fit_turns(model, tokenizer, turns, template, max_new_tokens):
+def fit_turns(opened, turns, template, max_new_tokens):
     """
     Drop the oldest turns after the system prompt, if there is one, until the rest leaves room for the
     answer in the context. Returns (turns, ids). Raises ValueError if the last message alone is too long.
     """
-    size = model.config.block_size
+    size = opened.gpt.config.block_size
     limit = size - min(max_new_tokens, size // 4)
     system = [turn for turn in turns[:1] if turn[0] == 'system']
     turns = turns[len(system):]
@@ -77,7 +76,7 @@ def fit_turns(model, tokenizer, turns, template, max_new_tokens):
         if first and role != 'user':
             continue
         kept = system + turns[first:]
-        ids = turn_ids(tokenizer, kept, template)
+        ids = turn_ids(opened.tokenizer, kept, template)
         if len(ids) <= limit:
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
@@ -151,43 +150,34 @@ def sampling_of(cfg, tokenizer, is_answer):
                     dry, tokenizer.visible_sizes, tokenizer.bos, tokenizer.n_vocab, cfg.output == 'logprobs')
 
 
-def write(model, tokenizer, prompts, cfg):
+def write(opened, prompts, cfg):
     """
-    Continue each Prompt num_samples times, batch_size at a time. Yields (Text, new characters), one
-    Text after another, as soon as characters are certain. They begin with what the prompt shows,
-    and the last of a Text come when it is finished.
+    Continue each Prompt num_samples times with an opened Model, batch_size at a time. Yields (Text, new
+    characters), one Text after another, as soon as characters are certain. They begin with what the prompt
+    shows, and the last of a Text come when it is finished.
     """
-    # a file may have texts and chats, which are drawn differently
-    for sampling, alike in groupby(prompts, lambda prompt: sampling_of(cfg, tokenizer, prompt.is_answer)):
-        yield from write_alike(model, tokenizer, list(alike), sampling, cfg)
-
-
-def write_alike(model, tokenizer, prompts, sampling, cfg):
-    """Do what write() does, with one Sampling for all prompts."""
-    num_samples = cfg.num_samples
-    if num_samples is None:
-        num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3
-    size = model.config.block_size
+    tokenizer, size = opened.tokenizer, opened.gpt.config.block_size
     longest = max([len(prompt.ids) for prompt in prompts], default=0)
     if longest > size:
         print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
               file=sys.stderr)
-    seeds = range(cfg.seed, cfg.seed + num_samples)
-    texts = [Text(prompt, seed, tokenizer) for prompt in prompts for seed in seeds]
-    for first in range(0, len(texts), cfg.batch_size):
-        batch = texts[first:first + cfg.batch_size]
-        current = 0  # the Text that is shown
-        printed = 0  # characters of it
-        for _ in write_batch(model, batch, sampling, cfg.compile):
-            while current < len(batch):
-                text = batch[current]
-                shown = text.prompt.shown + text.text
-                yield text, shown[printed:]
-                printed = len(shown)
-                if not text.finish:
-                    break
-                current += 1
+    # a file may have texts and chats, which are drawn differently
+    for sampling, alike in groupby(prompts, lambda prompt: sampling_of(cfg, tokenizer, prompt.is_answer)):
+        num_samples = cfg.num_samples or (1 if sampling.temperature < GREEDY_BELOW else 3)
+        seeds = range(cfg.seed, cfg.seed + num_samples)
+        texts = [Text(prompt, seed, tokenizer) for prompt in alike for seed in seeds]
+        for first in range(0, len(texts), cfg.batch_size):
+            batch = texts[first:first + cfg.batch_size]
+            steps = write_batch(opened.gpt, batch, sampling, cfg.compile)
+            for text in batch:
                 printed = 0
+                while True:
+                    shown = text.prompt.shown + text.text
+                    yield text, shown[printed:]
+                    printed = len(shown)
+                    if text.finish:
+                        break
+                    next(steps, None)
 
 
 def write_batch(model, texts, sampling, compiled):

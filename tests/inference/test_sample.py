@@ -192,7 +192,7 @@ def test_load_gives_a_model_that_writes_what_the_command_writes(draw, out):
     assert len(first := next(pieces)) == 1 and first + ''.join(pieces) == row['text']
     greedy = model.generate('ab', temperature=0, max_new_tokens=3)
     assert greedy == model.generate('ab', top_k=1, max_new_tokens=3)
-    with pytest.raises(TypeError, match='generate\\(\\) has no max_tokens, only max_new_tokens'):
+    with pytest.raises(TypeError, match='max_tokens'):
         model.generate('ab', max_tokens=3)
     assert error_of(model.generate, 'ab', top_k=0) == 'top_k=0 must be from 1 to inf'
     assert error_of(load, str(out), seed=-1).startswith('seed=-1 must be')
@@ -236,7 +236,7 @@ def test_jsonl_names_what_ended_a_text(draw, out, monkeypatch):
     row, = draw(output='logprobs')
     assert row == {'prompt': 'ab', 'seed': 1337, 'text': 'a', 'finish': 'stop', 'tokens': [97, 256],
                    'logprobs': [-0.5, -0.5]}
-    assert calls[0].stopped == [set(), set(), {0}]  # generate() drops the sequence.
+    assert calls[0].stopped == [set(), set()]  # generate() draws no more.
 
 
 def test_samples_are_printed_in_order_and_the_first_as_it_comes(monkeypatch):
@@ -255,7 +255,8 @@ def test_samples_are_printed_in_order_and_the_first_as_it_comes(monkeypatch):
             yield [(index, piece[0], 0.0)]
     monkeypatch.setattr(sys, 'stdout', screen)
     monkeypatch.setattr('hotloop.inference.texts.generate', generate)
-    sample.sample(gpt(257), ByteTokenizer(), 'none', sample.SampleConfig(start='<', stop='.'))
+    opened = types.SimpleNamespace(gpt=gpt(257), tokenizer=ByteTokenizer(), template='none')
+    sample.sample(opened, sample.SampleConfig(start='<', stop='.'))
     assert seen == ['<', '<a', '<a', '<a', '<ac', '<ac', f'<ac{END}<b{END}<d']
     assert screen.shown == f'<ac{END}<b{END}<de{END}'
 
@@ -283,9 +284,9 @@ ROWS = [
 def prompt_of_row(row, tokenizer, tuned_in, **settings):
     """Return the prompt of a row for a model that was tuned in a template."""
     rows = [sample.prompt_of(row, 'line 1')]
-    template = settings.get('template', tuned_in)
-    model = gpt(257, block_size=512)
-    return sample.make_prompts(rows, model, tokenizer, template, sample.SampleConfig(**settings))[0]
+    opened = types.SimpleNamespace(gpt=gpt(257, block_size=512), tokenizer=tokenizer,
+                                   template=settings.get('template', tuned_in))
+    return sample.make_prompts(opened, rows, sample.SampleConfig(**settings))[0]
 
 
 @pytest.mark.parametrize('template', [name for name in TEMPLATES if name != 'joined'])
@@ -330,14 +331,7 @@ def test_the_answers_to_chats_end_at_the_mark(draw, out, tmp_path, monkeypatch):
     assert draw(start=start) == ['Two?\nFour.', 'c\nFour.', 'Two?Four.<|im_end|>no']
 
 
-def test_what_a_command_does_not_use_is_named(draw, out, tmp_path, capsys):
-    """So is --chat, to who asks a model that was tuned for it."""
-    (tmp_path / 'a.txt').write_text('abc')
-    main(out_dir=out, score=tmp_path / 'a.txt', stop='x', temperature=1)
-    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith('note: ')]
-    assert [note.split()[1] for note in notes] == ['--temperature', '--stop']
-    main(init_from=out, out_dir='other', score=tmp_path / 'a.txt')
-    assert '--out_dir has no effect with --init_from' in capsys.readouterr().err
+def test_who_asks_a_model_that_was_tuned_for_chat_is_told(draw, out):
     write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
     draw()
     assert 'give --chat' in draw.err

@@ -43,7 +43,7 @@ def servers(folder):
     found = {}
     for name in ('base', 'tuned'):
         model = load(str(folder / name), device='cpu', max_new_tokens=LONG, serve=free_port())
-        found[name] = Server(model.gpt, model.tokenizer, model.template, model.cfg)
+        found[name] = Server(model)
         threading.Thread(target=found[name].serve_forever, args=(0.01,), daemon=True).start()
         threading.Thread(target=found[name].write_forever, daemon=True).start()
     yield found
