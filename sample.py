@@ -152,7 +152,7 @@ def sample(opened, cfg):
 
 def score(opened, cfg):
     """Print the loss on each document of a file or folder."""
-    documents = read_documents(cfg.score, opened.tokenizer, opened.template, cfg)
+    documents = read_documents(cfg.score, opened.tokenizer, opened.template, cfg.data_dir)
     scores = score_documents(opened.gpt, opened.tokenizer, documents, cfg.batch_size)
     print_scores(scores, cfg.score, cfg.output)
 

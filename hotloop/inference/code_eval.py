@@ -20,7 +20,7 @@ from typing import NamedTuple
 from hotloop.data.chat import as_object, read_row
 from hotloop.data.documents import rows_in
 from hotloop.data.sources import open_file
-from hotloop.inference.score import print_json
+from hotloop.inference.score import print_row
 from hotloop.system.files import optional
 
 FENCE = re.compile(r'^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)', re.DOTALL | re.MULTILINE)
@@ -204,9 +204,7 @@ def wilson(rate, n):
     center = rate + z * z / (2 * n)
     half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    low = (center - half) / scale if rate > 0 else 0.0  # without rounding errors
-    high = (center + half) / scale if rate < 1 else 1.0
-    return low, high
+    return max((center - half) / scale, 0.0), min((center + half) / scale, 1.0)
 
 
 def bleu(verdicts):
@@ -236,13 +234,5 @@ def print_metrics(verdicts, output):
             rows.append(('bleu', len(first), len(first), *bleu(first)))
         except ValueError as e:
             print(f'note: no BLEU; {e}', file=sys.stderr)
-    if output == 'text':
-        print('metric  tasks  answers   value  95% interval')
     for row in rows:
-        metric, tasks, answers, value, low, high = row
-        digits = 2 if metric == 'bleu' else 4
-        if output != 'text':
-            print_json(dict(zip(METRIC, row, strict=True)))
-        else:
-            print(f'{metric:<6}  {tasks:>5,}  {answers:>7,}  {value:>6.{digits}f}  {low:.{digits}f} to '
-                  f'{high:.{digits}f}')
+        print_row(dict(zip(METRIC, row, strict=True)), output, row is rows[0])

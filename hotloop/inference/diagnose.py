@@ -6,7 +6,7 @@ from collections import defaultdict
 import torch
 from torch.nn.functional import cosine_similarity
 
-from hotloop.inference.score import print_json
+from hotloop.inference.score import print_row
 
 MAX_LOGITS = 2**24  # computed at once
 INACTIVE = 1e-3  # An inactive unit never exceeds this fraction of the RMS of its layer.
@@ -134,15 +134,5 @@ def find_problems(blocks, by_position):
 
 def print_table(section, rows, output):
     """Print rows, {column: value}, as a table or as lines of JSON."""
-    if output != 'text':
-        for row in rows:
-            finite = {'section': section, **row}
-            for name, value in row.items():
-                if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN.
-                    finite[name] = None
-            print_json(finite)
-        return
-    print(f'\n{section}')
-    for row in [{name: name for name in rows[0]}, *rows]:
-        words = [f'{value:.4g}' if isinstance(value, float) else f'{value}' for value in row.values()]
-        print('  ' + '  '.join(f'{word:>10}' for word in words))
+    for row in rows:
+        print_row({'section': section, **row}, output, row is rows[0])

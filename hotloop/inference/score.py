@@ -14,7 +14,6 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
-from hotloop.data.chat import TEMPLATES
 from hotloop.data.documents import documents_in, template_of
 from hotloop.data.encode import encode_parts
 from hotloop.data.sources import files_of
@@ -32,21 +31,16 @@ class Score:
     nats: float = 0.0
 
 
-def read_documents(source, tokenizer, template, settings):
+def read_documents(source, tokenizer, template, data_dir):
     """
     Yield (file name, ids, mask) of each document of a file, folder, URL or - for standard input.
-    Rows are written in the template, or with 'none' in the first row's. settings: those of
-    sample.py. mask: 1 where a token counts toward the loss.
+    Rows are written in the template, or with 'none' in the first row's. mask: 1 where a token counts
+    toward the loss.
     """
     skipped = Counter()
-    asked, of_model = 'auto', None
-    if settings.template in TEMPLATES:
-        asked = template
-    elif template in TEMPLATES:
-        of_model = template
     with tempfile.TemporaryDirectory() as folder:  # Standard input is stored there.
-        files = files_of(source, 'auto', settings.data_dir, os.path.join(folder, 'stdin'))
-        used = template_of(files, asked, None, of_model)
+        files = files_of(source, 'auto', data_dir, os.path.join(folder, 'stdin'))
+        used = template_of(files, of_model=None if template == 'none' else template)
         for file in files:
             parts = []
             for piece in documents_in([file], used, None, skipped):
@@ -112,8 +106,6 @@ def score_documents(model, tokenizer, documents, batch_size):
 
 def print_scores(scores, source, output):
     """Print a row for each Score as it arrives and one for all. Raises ValueError if there are none."""
-    if output == 'text':
-        print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
     total = Score(source)
     for number, score in enumerate(scores, 1):
         print_score(number, score, output)
@@ -127,17 +119,30 @@ def print_scores(scores, source, output):
 
 def print_score(number, score, output):
     loss = score.nats / score.tokens  # in nats per token
-    perplexity = math.exp(min(loss, 700))
     bpb = score.nats / math.log(2) / max(score.bytes, 1)
+    print_row({'document': number, 'tokens': score.tokens, 'bytes': score.bytes, 'loss': loss,
+               'perplexity': math.exp(min(loss, 700)), 'bpb': bpb, 'file': score.file}, output, number == 1)
+
+
+def print_row(row, output, is_first):
+    """Print {column: value} as a line of JSON or of a table, which begins with the names of the columns."""
     if output != 'text':
-        print_json({'document': number, 'file': score.file, 'tokens': score.tokens, 'bytes': score.bytes,
-                    'loss': loss, 'perplexity': perplexity, 'bpb': bpb})
-    else:
-        print(f'{number:>8}  {score.file[-24:]:<24}  {score.tokens:>10,}  {score.bytes:>11,}  '
-              f'{loss:>7.4f}  {perplexity:>10.2f}  {bpb:.4f}', flush=True)
+        print_json(row)
+        return
+    lines = [row.values()]
+    if is_first:
+        lines = [row, row.values()]
+    for line in lines:
+        words = [f'{value:.5g}' if isinstance(value, float) else f'{value}' for value in line]
+        print('  '.join(f'{word:>10}' for word in words), flush=True)
 
 
 def print_json(row):
-    """Print a line of JSON, in ASCII unless stdout is UTF-8."""
+    """Print a line of JSON, in ASCII unless stdout is UTF-8; numbers that are not finite become null."""
+    finite = {}
+    for name, value in row.items():
+        finite[name] = value
+        if isinstance(value, float) and not math.isfinite(value):
+            finite[name] = None
     is_utf8 = (sys.stdout.encoding or '').lower() in ('utf-8', 'utf8')
-    print(json.dumps(row, ensure_ascii=not is_utf8), flush=True)
+    print(json.dumps(finite, ensure_ascii=not is_utf8), flush=True)

@@ -113,7 +113,6 @@ def test_a_program_that_fails_or_exceeds_a_limit_gives_its_reason(program, reaso
 
 
 def test_intervals_are_wilsons():
-    assert wilson(0, 5)[0] == 0 and wilson(1, 5)[1] == 1
     for rate, n, low, high in ((0, 10, 0, 0.27753), (0.5, 10, 0.23659, 0.76341), (1, 164, 0.97711, 1)):
         assert wilson(rate, n) == pytest.approx((low, high), abs=1e-5)
 
@@ -147,7 +146,7 @@ def test_samples_of_one_task_do_not_narrow_the_interval(monkeypatch, capsys):
     answer = ADD['canonical_solution']
     print_metrics([verdict._replace(parses=False, answer=answer) for verdict in verdicts], 'text')
     printed, err = capsys.readouterr()
-    assert printed.splitlines()[-1] == 'exact      10       20  1.0000  0.7225 to 1.0000'
+    assert printed.splitlines()[-1].split() == ['exact', '10', '20', '1', '0.72247', '1']
     assert 'pip install sacrebleu' in err
 
 

@@ -99,7 +99,8 @@ def test_a_run_is_measured_on_the_validation_data_of_its_training(train_tiny, tm
     first = F.cross_entropy(model(tokens[:-1:16, None]), tokens[1::16])
     assert rows[0]['loss'] == pytest.approx(first.item(), rel=1e-5)
     lines = [' '.join(line.split()) for line in diagnose.text.splitlines()]
-    assert 'from to tokens loss' in lines and f'1 1 31 {rows[0]["loss"]:.4g}' in lines
+    assert 'section from to tokens loss' in lines
+    assert f'loss by position 1 1 31 {rows[0]["loss"]:.5g}' in lines
 
 
 def test_direct_feedback_is_compared_with_the_true_gradient(train_tiny, tmp_path, data_dir, diagnose):

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import types
 
 import pytest
 import torch
@@ -22,8 +21,7 @@ def scored(capsys):
     def run(source, model=None, tokenizer=None, template='none', batch_size=64, output='jsonl'):
         model = model or gpt(257, block_size=256)
         tokenizer = tokenizer or ByteTokenizer()
-        settings = types.SimpleNamespace(data_dir='data', template='auto')
-        documents = read_documents(str(source), tokenizer, template, settings)
+        documents = read_documents(str(source), tokenizer, template, 'data')
         print_scores(score_documents(model, tokenizer, documents, batch_size), str(source), output)
         captured = capsys.readouterr()
         run.err = captured.err
