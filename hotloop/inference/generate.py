@@ -202,40 +202,22 @@ def slide(model, cache, rows, bos):
         cache.put(full, filled, slice(None))
 
 
-def read(drawn, rows, stopped):
-    """Append the drawn tokens to the rows. Returns what generate() yields."""
-    new = []
-    for row, (token, logprob) in zip(rows, drawn.tolist(), strict=True):
-        row.context.append(int(token))
-        if row.sequence in stopped:
-            continue
-        if math.isnan(logprob):
-            raise ValueError(NOT_FINITE.format('logits that are'))
-        new.append((row.sequence, int(token), logprob))
-    return new
-
-
 @torch.no_grad()
-def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False):
+def generate(model, prompts, sampling, seeds=None, stopped=frozenset(), compiled=False):
     """
     Continue prompts, lists of ids of any lengths, in one batch; equal ones share a prefill. Yields a list of
     (index of the prompt, token, log-probability) each step.
 
-    seeds: one per prompt; a text depends only on prompt and seed. stopped: indices of finished sequences, to
-    which the caller may add; once half of the batch has finished, they are dropped. compiled: compile the
-    step for the complete batch; on a CPU with the weights as constants. Raises ValueError when logits are
-    not finite.
+    seeds: one per prompt, by default its index; a text depends only on prompt and seed. stopped: indices of
+    finished sequences, to which the caller may add; once half of the batch has finished, they are dropped.
+    compiled: compile the step for the complete batch; on a CPU with the weights as constants. Raises
+    ValueError when logits are not finite.
     """
     size, device = model.config.block_size, model.cos.device
-    stopped = set() if stopped is None else stopped
     contexts = [last_tokens(prompt, size, sampling.bos) for prompt in prompts]
     assert all(contexts), 'a prompt is empty'
-    if sampling.max_new_tokens < 1 or not contexts:
-        return
-    if seeds is None:
-        seeds = [torch.Generator().seed() for _ in contexts]
     rows, seen = [], torch.zeros(len(contexts), model.config.vocab_size, dtype=torch.bool, device=device)
-    for sequence, (context, seed) in enumerate(zip(contexts, seeds, strict=True)):
+    for sequence, (context, seed) in enumerate(zip(contexts, seeds or range(len(contexts)), strict=True)):
         rows.append(Row(sequence, context, torch.Generator().manual_seed(seed)))
         seen[sequence, context] = True
     places = {}  # {context: its row of the prefill}
@@ -251,9 +233,15 @@ def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False)
     for left in reversed(range(sampling.max_new_tokens)):
         tokens = drawn[:, :1].long()  # a copy, because a CUDA graph overwrites at each step what it returned
         seen.scatter_(1, tokens, True)
-        new = read(drawn, rows, stopped)
-        if new:
-            yield new
+        new = []
+        for row, (token, logprob) in zip(rows, drawn.tolist(), strict=True):
+            row.context.append(int(token))
+            if row.sequence in stopped:
+                continue
+            if math.isnan(logprob):
+                raise ValueError(NOT_FINITE.format('logits that are'))
+            new.append((row.sequence, int(token), logprob))
+        yield new
         alive = [index for index, row in enumerate(rows) if row.sequence not in stopped]
         if not alive or not left:
             return
