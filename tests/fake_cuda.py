@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from hotloop.inference.generate import Sampling, generate
-from hotloop.inference.kv_cache import new_cache
+from hotloop.inference.kv_cache import KVCache
 from hotloop.inference.quantize import prepare_for_inference
 from hotloop.system.distributed import Env
 from hotloop.training import dataloader
@@ -357,7 +357,7 @@ def test_only_flash_attention_sees_grouped_heads(monkeypatch, dtype, masked, gro
     model = fake_gpt(dtype, preset='modern', n_kv_head=2)
     ids = torch.zeros(2, 8, dtype=torch.int64, device=CUDA)
     if masked:
-        cache = new_cache(model.eval(), 2, 12, static=True)
+        cache = KVCache(model.eval(), 2, 12, static=True)
         model(ids[:, :1], cache=cache)
     else:
         model(ids, ids)

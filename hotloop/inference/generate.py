@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hotloop.inference.kv_cache import new_cache
+from hotloop.inference.kv_cache import KVCache
 from hotloop.inference.quantize import Int8Linear
 
 GREEDY_BELOW = 1e-6  # temperatures that mean 0; dividing by a smaller one would overflow
@@ -185,7 +185,7 @@ def prefill(model, contexts):
     """Feed lists of ids in one forward. Returns a cache that holds them and the (B, V) logits after each."""
     device, longest = model.cos.device, max(map(len, contexts))
     padded = [[*context, *[0] * (longest - len(context))] for context in contexts]
-    cache = new_cache(model, len(contexts), longest)
+    cache = KVCache(model, len(contexts), longest)
     cache.prompt_lengths = torch.tensor([len(context) for context in contexts], device=device)
     return cache, model(torch.tensor(padded, device=device), cache=cache)
 
@@ -223,7 +223,7 @@ def generate(model, prompts, sampling, seeds=None, stopped=frozenset(), compiled
     places = {}  # {context: its row of the prefill}
     sources = [places.setdefault(tuple(context), len(places)) for context in contexts]
     prefilled, logits = prefill(model, list(places))
-    cache = new_cache(model, len(rows), max(map(len, contexts)) + sampling.max_new_tokens, static=compiled)
+    cache = KVCache(model, len(rows), max(map(len, contexts)) + sampling.max_new_tokens, static=compiled)
     cache.put(slice(None), prefilled, sources)
     drawn = draw(logits[sources], seen, None, uniform_numbers(rows, device), sampling)
     written = Written(len(rows), sampling, device, compiled) if sampling.dry else None

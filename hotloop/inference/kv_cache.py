@@ -15,10 +15,19 @@ class KVCache:
     shifted keys and convolutions the last tokens that they mix, others sums over all tokens. Layer -1 is
     the table of bigrams.
     An empty cache takes prompts of any lengths, padded on the right; after that it takes one token per row.
-    static: no shape depends on the number of tokens, as a compiled step requires.
+    num_positions: at most the model's context. static: no shape depends on the number of tokens, as a
+    compiled step requires. The dtype is the one that attention reads fastest.
     """
 
-    def __init__(self, model, batch, num_positions, device, dtype, static=False):
+    def __init__(self, model, batch, num_positions, static=False):
+        device, dtype = model.cos.device, model.compute_dtype
+        if device.type == 'cpu' and not static:
+            dtype = torch.float32  # the dtype of Attention on a CPU
+        elif device.type == 'cpu' and isinstance(model.lm_head, Int8Linear):
+            dtype = torch.bfloat16  # int8 products round their inputs to it anyway
+        if static:  # powers of two, so that few prompts need another compilation
+            num_positions = max(128, 2**(num_positions - 1).bit_length())
+        self.num_positions = num_positions = min(num_positions, model.config.block_size)
         # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN
         zeros = functools.partial(torch.zeros, device=device)
         config = model.config
@@ -33,7 +42,6 @@ class KVCache:
             self.state[-1, 'past'] = zeros(batch, 1, 1, 1)  # the last token's id + 1
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = None  # (B,), where prompts are padded
-        self.num_positions = num_positions
         self.static = static
 
     def tensors(self):
@@ -123,15 +131,3 @@ def attend_in_sums(q, k, v, mask, cap):
         scores = cap(scores)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return (weights[..., None] * v[:, :, None].float()).sum(-2).view(B, -1, 1, D)
-
-
-def new_cache(model, batch, num_positions, static=False):
-    """Make a cache of at most the model's context, in the dtype that attention reads fastest."""
-    device, dtype = model.cos.device, model.compute_dtype
-    if static:  # powers of two, so that few prompts need another compilation
-        num_positions = max(128, 2**(num_positions - 1).bit_length())
-    if device.type == 'cpu' and not static:
-        dtype = torch.float32  # the dtype of Attention on a CPU
-    elif device.type == 'cpu' and isinstance(model.lm_head, Int8Linear):
-        dtype = torch.bfloat16  # int8 products round their inputs to it anyway
-    return KVCache(model, batch, min(num_positions, model.config.block_size), device, dtype, static)

@@ -38,7 +38,7 @@ def call_of(a):
     import torch
 
     from hotloop.inference.generate import Sampling, compile_step, decode_step
-    from hotloop.inference.kv_cache import new_cache
+    from hotloop.inference.kv_cache import KVCache
     from hotloop.inference.quantize import prepare_for_inference
     from hotloop.mixers.feedback import feedback_matrices
     from hotloop.training.shard import set_blocks
@@ -67,7 +67,7 @@ def call_of(a):
         return lambda: forward(ids, ids).sum().backward(), rows * T, idle
     kind = 'int8' if part == 'int8' else 'none'
     prepare_for_inference(model, torch.device('cpu'), dtype, kind, pack=not a['compile'])
-    cache = new_cache(model, 1, T, static=a['compile'])
+    cache = KVCache(model, 1, T, static=a['compile'])
     step = compile_step(model) if a['compile'] else decode_step
     token, number = torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 0.5, dtype=torch.float64)
     seen = torch.zeros(1, 1024, dtype=torch.bool)

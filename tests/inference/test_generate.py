@@ -9,7 +9,7 @@ import torch
 from test_model import SHAPES, make
 
 from hotloop.inference.generate import Sampling, generate, sample_token
-from hotloop.inference.kv_cache import new_cache
+from hotloop.inference.kv_cache import KVCache
 from hotloop.inference.quantize import prepare_for_inference
 from model import GPT
 
@@ -154,8 +154,8 @@ def test_a_compiled_step_with_bf16_keys_is_close_to_the_eager_one(shape, dtype, 
     torch._dynamo.reset()
     model = make(shape, n_embd=64)
     prepare_for_inference(model, torch.device('cpu'), dtype, quantize, pack=False)
-    assert new_cache(model, 1, 1, static=True).k[0].dtype == torch.bfloat16
-    assert new_cache(model, 1, 1).k[0].dtype == torch.float32
+    assert KVCache(model, 1, 1, static=True).k[0].dtype == torch.bfloat16
+    assert KVCache(model, 1, 1).k[0].dtype == torch.float32
     sampling = Sampling(10, temperature=0, logprobs=True)
     eager, fast = ([new for step in generate(model, PROMPTS, sampling, compiled=compiled) for new in step]
                    for compiled in (False, True))

@@ -195,15 +195,8 @@ def test_load_gives_a_model_that_writes_what_the_command_writes(draw, out):
     with pytest.raises(TypeError, match='max_tokens'):
         model.generate('ab', max_tokens=3)
     assert error_of(model.generate, 'ab', top_k=0) == 'top_k=0 must be from 1 to inf'
-    assert error_of(load, str(out), seed=-1).startswith('seed=-1 must be')
+    assert error_of(load, str(out), quantize='nf4').endswith("quantize: expected none or int8, not 'nf4'")
     assert '--template' in error_of(model.generate, [{'role': 'user', 'content': 'a'}])
-
-
-@pytest.mark.parametrize('settings, words', [
-    (dict(quantize='nf4'), "quantize: expected none or int8, not 'nf4'"), (dict(dtype='fp16'), 'dtype'),
-    (dict(stop=['a']), 'stop')])
-def test_load_checks_settings_as_the_command_does(out, settings, words):
-    assert words in error_of(load, out, **settings)
 
 
 def test_load_answers_a_chat_in_the_template_of_the_model(out, monkeypatch):
