@@ -1,12 +1,11 @@
 """Open a model with its tokenizer and chat template, and write texts with it."""
 
 import dataclasses
-import glob
 import os
 
 import torch
 
-from configurator import configure, did_you_mean
+from configurator import configure
 from hotloop.data.chat import prompt_of
 from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.inference.quantize import prepare_for_inference
@@ -33,10 +32,7 @@ class Model:
         torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit.
         source = cfg.init_from
         if source == 'resume':
-            source = cfg.out_dir
-            if not os.path.exists(source):  # or it might be looked for on the hub
-                raise ValueError(f'out_dir={source!r} does not exist{did_you_mean(source, glob.glob("*"))}; '
-                                 'train first, or name a model with --init_from')
+            source = os.path.abspath(cfg.out_dir)  # or it might be looked for on the hub
         self.weights = load_weights(source)
         self.gpt = GPT.from_checkpoint(self.weights.model_args, self.weights.weights)
         self.weights.weights.clear()  # The model has its own copy.
