@@ -163,9 +163,6 @@ class Handler(BaseHTTPRequestHandler):
             body = parse_json(self.rfile.read(int(length)), 'the body')
             if not isinstance(body, dict):
                 raise ValueError('the body is not a JSON object')
-            model, own = body.get('model'), self.server.name
-            if model not in (None, own):
-                return self.send_error(404, f'the model {model!r} does not exist; this server has {own}')
             job = self.server.read_job(body, self.path == CHAT)
         except ValueError as e:
             return self.send_error(400, e)

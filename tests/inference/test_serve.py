@@ -227,7 +227,7 @@ CHAT = '/v1/chat/completions'
 
 
 @pytest.mark.parametrize('name, fields, status, words', [
-    ('base', dict(path='/v2'), 404, '/v2 does not exist'), ('base', dict(model='gpt-5'), 404, 'gpt-5'),
+    ('base', dict(path='/v2'), 404, '/v2 does not exist'),
     ('base', dict(path='/x', method='GET'), 404, '/x does not exist'),
     ('base', dict(body='{"a"'), 400, 'is not JSON'), ('base', dict(body='[1]'), 400, 'object'),
     ('base', dict(body='[' * 10**5), 400, 'is not JSON'),
@@ -236,7 +236,6 @@ CHAT = '/v1/chat/completions'
     ('base', dict(max_tokens=LONG + 1), 400, '--max_new_tokens'), ('base', dict(n=2), 400, 'n=2 is not'),
     ('base', dict(stop=['a', 3]), 400, 'stop must be'), ('base', dict(echo=True), 400, 'echo=true is not'),
     ('base', dict(response_format={'type': 'json_object'}), 400, 'response_format={"type": "json'),
-    ('base', dict(model='\nX: \ud800'), 404, r"the model '\nX: \ud800' does not exist"),
     ('base', dict(path=CHAT, messages=[USER]), 400, 'chat template of the model is not known'),
     ('tuned', dict(path=CHAT), 400, 'messages must be a list'),
     ('tuned', dict(path=CHAT, messages=[]), 400, 'with a user turn'),
@@ -316,8 +315,6 @@ def test_the_openai_package_is_a_client(servers):
     pieces = client.chat.completions.create(messages=[USER], stream=True, **fields)
     assert ''.join(piece.choices[0].delta.content for piece in pieces) == whole.choices[0].message.content
     assert whole.usage.completion_tokens == 20
-    with pytest.raises(openai.NotFoundError, match='gpt-5'):
-        client.completions.create(model='gpt-5', prompt='a')
     with pytest.raises(openai.APIStatusError, match='413'):
         client.with_options(max_retries=0).completions.create(model='tuned', prompt=' ' * 10**8)
     with pytest.raises(openai.BadRequestError, match='top_p'):
