@@ -107,14 +107,14 @@ class Assigned(dict):
 
 def read_file(path, settings):
     """
-    Run a config file, the user's own code, and put its values into settings, {name: (value, place)}.
-    Returns the problems. Values are checked later, because a flag may override them.
+    Run a config file, the user's own code. settings: {name: (value, place)} so far. Returns those of the
+    file, which are checked later, because a flag may override them, and the problems.
     """
     hint = did_you_mean(path, glob.glob('config/*.py'))
     if not path.endswith('.py'):
-        return [f'{path!r} is neither a config file (NAME.py) nor a setting (--name=value){hint}']
+        return {}, [f'{path!r} is neither a config file (NAME.py) nor a setting (--name=value){hint}']
     if not os.path.exists(path):
-        return [f'{path} does not exist{hint}']
+        return {}, [f'{path} does not exist{hint}']
     namespace = Assigned({'__file__': path, **{name: value for name, (value, _) in settings.items()}})
     namespace.lines = {}
     try:
@@ -124,8 +124,8 @@ def read_file(path, settings):
     except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         lines = [f', line {frame.lineno}' for frame in frames if frame.filename == path]
-        return [f'{path}{lines[-1] if lines else ""}: {type(e).__name__}: {e}']
-    problems = []
+        return {}, [f'{path}{lines[-1] if lines else ""}: {type(e).__name__}: {e}']
+    found, problems = {}, []
     for name in namespace.get('__annotations__', {}):
         if name not in namespace.lines:
             problems.append(f'{path}: "{name}: VALUE" sets nothing; write {name} = VALUE')
@@ -133,10 +133,10 @@ def read_file(path, settings):
         value = namespace.get(name)
         place = f'{path}, line {line}'
         if name in settings:
-            settings[name] = value, place
+            found[name] = value, place
         elif not (name.startswith('_') or callable(value) or inspect.ismodule(value)):
             problems.append(f'{place}: {unknown(name, settings)} (start the name of a helper with _)')
-    return problems
+    return found, problems
 
 
 def read_argv(argv, kinds):
@@ -171,13 +171,12 @@ def read_argv(argv, kinds):
     return words, found, problems
 
 
-def strength(place, files):
-    """Rank what set a setting: a default or the layer below, then files in their order, then flags."""
-    if place is None:
-        return 0
-    if place.startswith('--'):
-        return len(files) + 1
-    return len(files) - files[::-1].index(place.rpartition(', line ')[0])
+def overlay(settings, found, pairs):
+    """Put what a file or the flags set over settings. The first of a pair unsets the second, if alone."""
+    settings.update(found)
+    for first, second in pairs:
+        if first in found and second not in found:
+            settings[second] = None, settings[second][1]
 
 
 def configure(*classes, argv=None, files=True, about='', below=None, origin='the checkpoint', check=True,
@@ -187,8 +186,8 @@ def configure(*classes, argv=None, files=True, about='', below=None, origin='the
     run. about: the text above the settings in --help. below: {name: value} below files and flags,
     of a depth or a checkpoint; origin names it in errors. check: call the problems() of the objects,
     which list what is wrong with them. pairs: two settings for one thing each; the second replaces
-    the first, but becomes None if the first comes from a stronger place. Raises ValueError with a
-    line for each problem.
+    the first, unless a later file or a flag gives the first alone. Raises ValueError with a line for
+    each problem.
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
@@ -201,11 +200,10 @@ def configure(*classes, argv=None, files=True, about='', below=None, origin='the
             settings[name] = value, None
     words, flags, problems = read_argv(argv, {field.name: field.type for field in fields})
     for path in words if files else ():
-        problems += read_file(path, settings)
-    settings.update(flags)
-    for first, second in pairs:
-        if strength(settings[first][1], words) > strength(settings[second][1], words):
-            settings[second] = None, settings[second][1]
+        found, wrong = read_file(path, settings)
+        overlay(settings, found, pairs)
+        problems += wrong
+    overlay(settings, flags, pairs)
     objects = []
     for cls in classes:
         values = {}
@@ -247,22 +245,14 @@ def help_text(classes, about=''):
     return '\n'.join(lines)
 
 
-def differences(objects, given):
-    """List the settings that differ from their defaults, and where each was set."""
-    lines = []
+def changed(objects):
+    """Return {name: value} of the settings that differ from their defaults."""
+    found = {}
     for o in objects:
         for field in dataclasses.fields(o):
-            value = getattr(o, field.name)
-            if value != field.default:
-                lines.append(f'  {field.name} = {value!r}  ({given.get(field.name, "derived")})')
-    return '\n'.join(lines)
-
-
-def as_file(values):
-    """Return all settings, {name: value}, as the text of the config.py of a run."""
-    lines = ['# all settings of the run in this folder; as a config file it repeats the run', '']
-    lines += [f'{name} = {value!r}' for name, value in values.items()]
-    return '\n'.join(lines) + '\n'
+            if getattr(o, field.name) != field.default:
+                found[field.name] = getattr(o, field.name)
+    return found
 
 
 def call_main(main, *args):

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record as report_errors
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import call_main, check_problems, configure, differences
+from configurator import call_main, changed, check_problems, configure
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
@@ -645,8 +645,10 @@ def main(argv=None):
 def execute(run, settings, meta):
     """Evaluate or train a run. Returns the exit code."""
     cfg, env, latest = run.cfg, run.env, settings.latest
-    changed = differences([settings.model, settings.lora, cfg], settings.given)
-    print0(f'settings that differ from the defaults:\n{changed}')
+    print0('settings that differ from the defaults:')
+    differing = changed([settings.model, settings.lora, cfg])
+    for name, value in differing.items():
+        print0(f'  {name} = {value!r}  ({settings.given.get(name, "derived")})')
     print_run(run.model, run.batches, run.splits['val'], meta, cfg, env)
     if cfg.eval_only:
         evaluation = evaluate_both(run.eval_model, run.splits, cfg, run.batches.micro_batch, env,
@@ -672,7 +674,7 @@ def execute(run, settings, meta):
         raise refused or SystemExit(1)  # rank 0 says why
     log = Log(cfg, run.record['config'], env, resumed_at)
     if not latest:
-        log.start(run.model, run.record, [settings.model, settings.lora, cfg])
+        log.start(run.model, run.record, differing)
     gc.collect()
     gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
     try:

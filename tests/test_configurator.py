@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 import train
-from configurator import SYNONYMS, as_file, call_main, configure
+from configurator import SYNONYMS, call_main, configure
 from hotloop.weights.lora import LoRAConfig
 from model import GPTConfig
 from sample import SampleConfig
@@ -189,21 +189,6 @@ def test_all_problems_of_a_command_are_reported_together(card, monkeypatch):
     word = 'config/train_shakespeare_char.py'  # nanoGPT's
     monkeypatch.chdir(ROOT)
     assert refusal(word) == [f"{word} does not exist; did you mean 'config/shakespeare_char.py'?"]
-
-
-# -----------------------------------------------------------------------------
-# settings as text; test_cards.py reads the complete --help of every program
-
-
-@pytest.mark.parametrize('text', ['a\'b"c\\d\n#e', '\ud800', 'None', ''])
-def test_as_file_read_back_gives_the_same_settings(card, text):
-    """Types and -0.0 too."""
-    shape = GPTConfig(block_size=10**30)
-    run = train.TrainConfig(min_lr=-0.0, data_dir=text, wandb_run_name=text, compile=True)
-    path = card(as_file({**vars(shape), **vars(run)}))
-    found = configure(GPTConfig, train.TrainConfig, argv=[path])
-    assert repr(found.objects) == repr([shape, run])
-    assert len(found.given) == len(vars(shape)) + len(vars(run))
 
 
 # -----------------------------------------------------------------------------

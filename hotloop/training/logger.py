@@ -1,7 +1,6 @@
 """What a run prints and records: summary, log lines, log.jsonl, report.html, TensorBoard, wandb."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -210,15 +209,12 @@ class Log:
         except OSError as e:
             print0(f'{self.path} could not be written: {e.strerror or e}; training continues')
 
-    def start(self, model, record, objects):
-        """Log what a new run is. objects: its settings; those not at their defaults are listed."""
+    def start(self, model, record, changed):
+        """Log what a new run is. changed: the settings that are not at their defaults."""
         device = '{world} x {device}, {dtype}'.format(**record['machine'])
-        changed = []
-        for o in objects:
-            changed += [f.name for f in dataclasses.fields(o) if getattr(o, f.name) != f.default]
         self.append({'step': 0, 'event': 'start', 'time': now(), 'command': shell('python', *sys.argv),
                      'model': f'{shape_text(model.config)}, {model.num_params():,} parameters',
-                     'device': device.replace('torch.', ''), 'changed': changed})
+                     'device': device.replace('torch.', ''), 'changed': list(changed)})
 
     def end(self, state, is_done, out_of_patience, template):
         """Log and print how a run ended and what to do next."""

@@ -3,7 +3,6 @@
 import glob
 import os
 
-from configurator import as_file
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, free_number, is_inside, lock, replacing
 from hotloop.system.text import script, shell
@@ -72,9 +71,12 @@ def write_config(folder, config, schedule):
         config = {**config, 'time_budget': None, 'max_epochs': None, 'max_iters': schedule.max_iters,
                   'lr_schedule': schedule.kind, 'decay_fraction': schedule.decay_fraction,
                   'warmup_iters': schedule.warmup_iters}
+    text = '# all settings of the run in this folder; as a config file it repeats the run\n\n'
+    for name, value in config.items():
+        text += f'{name} = {value!r}\n'
     path = os.path.join(folder, 'config.py')
     try:
         with replacing(path) as f:
-            f.write(as_file(config).encode())
+            f.write(text.encode())
     except OSError as e:
         print0(f'{path} could not be written: {e.strerror or e}')

@@ -8,10 +8,12 @@ import pytest
 import torch
 from conftest import contents, error_of
 
+from configurator import configure
 from hotloop.system.files import checkpoint_paths
 from hotloop.training.checkpoint import Checkpoints
-from hotloop.training.run_dir import open_folder, resume_command
+from hotloop.training.run_dir import open_folder, resume_command, write_config
 from hotloop.weights.load import load_checkpoint
+from model import GPTConfig
 from train import TrainConfig
 
 
@@ -124,6 +126,17 @@ def test_the_command_that_resumes_starts_as_many_processes(monkeypatch):
     command = "train.py --init_from=resume --out_dir='my run' --device=cpu"
     expected = f'torchrun --standalone --nproc_per_node=4 {command}'
     assert resume_command(TrainConfig(out_dir='my run', device='cpu')) == expected
+
+
+@pytest.mark.parametrize('text', ['a\'b"c\\d\n#e', '\ud800', 'None', ''])
+def test_config_py_read_back_gives_the_same_settings(tmp_path, text):
+    """Types and -0.0 too."""
+    shape = GPTConfig(block_size=10**30)
+    run = TrainConfig(min_lr=-0.0, data_dir=text, wandb_run_name=text, compile=True)
+    write_config(tmp_path, {**vars(shape), **vars(run)}, None)
+    found = configure(GPTConfig, TrainConfig, argv=[str(tmp_path / 'config.py')])
+    assert repr(found.objects) == repr([shape, run])
+    assert len(found.given) == len(vars(shape)) + len(vars(run))
 
 
 # -----------------------------------------------------------------------------
