@@ -78,7 +78,6 @@ from hotloop.training.schedule import (
     set_learning_rate,
 )
 from hotloop.training.settings import (
-    check_time_budget,
     checkpoint_settings,
     compare_record,
     compare_settings,
@@ -217,9 +216,12 @@ def read_settings(argv=None):
     found = read(argv=argv, below=below, check=False)
     model, lora, cfg = found.objects
     if latest:
-        bound = BOUND if 'data' in latest.checkpoint else BOUND | {'dataset'}  # nanoGPT's records none
+        bound = set(BOUND)
+        if 'data' not in latest.checkpoint:  # nanoGPT's records none
+            bound.add('dataset')
+        if below.get('time_budget') is None or state_from(latest.checkpoint).max_iters is not None:
+            bound.add('time_budget')  # a schedule has begun, or the budget has decided
         compare_settings(found.objects, found.given, below, bound)
-        check_time_budget(cfg, below.get('time_budget'), latest.checkpoint)
     check_problems(found.objects)
     check_lora(lora, cfg, found.given, is_new=latest is None)
     world = int(os.environ.get('WORLD_SIZE', '1'))

@@ -5,6 +5,7 @@ import os
 
 import torch
 
+from configurator import check_problems
 from hotloop.data.dataset import open_datasets
 from hotloop.system.device import choose_device, choose_dtype, measure_flops
 from hotloop.system.distributed import Env, open_process_group, print0
@@ -100,9 +101,7 @@ def choose_settings(cfg, given):
     the speed of this machine. With a time budget, the rest follows from the tokens that the run will
     read.
     """
-    for name, value in (('depth', cfg.depth), ('time_budget', cfg.time_budget)):
-        if value is not None and value <= 0:
-            raise ValueError(f'{name}={value} must be above 0')
+    check_problems([cfg])  # such as a depth of 0
     if cfg.init_from != 'scratch':
         raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a '
                          'shape; omit one of them')

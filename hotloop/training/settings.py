@@ -10,7 +10,6 @@ import torch
 from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
 from hotloop.system.text import shell
-from hotloop.training.checkpoint import state_from
 
 # settings with values that need a package beyond requirements.txt
 PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
@@ -18,6 +17,11 @@ PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
 ABOVE_0 = ('learning_rate', 'muon_lr', 'embed_lr', 'max_iters', 'max_epochs', 'time_budget', 'batch_size',
            'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
            'log_interval', 'loss_chunks', 'patience', 'depth')
+# {setting: {another: the values that it allows}}. The budget decides when the rate decays, linearly; the
+# states of adamw8bit cannot be divided, nor can the penalty of a part of a matrix be computed
+ALLOWED = {
+    'time_budget': {'decay_lr': (True,), 'lr_schedule': ('cosine', 'linear'), 'lr_decay_iters': (None,)},
+    'shard': {'auto_batch': (False,), 'ortho_penalty': (0.0,), 'optimizer': ('adamw', 'muon')}}
 # these settings belong to a command and its machine, not to the run that is resumed
 OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'dry_run', 'device', 'backend'}
 
@@ -39,29 +43,21 @@ def setting_problems(cfg):
             wrong.append(f'{name}={getattr(cfg, name)} must be below 1')
     if not 0 < cfg.decay_fraction <= 1:
         wrong.append(f'decay_fraction={cfg.decay_fraction} must be above 0 and at most 1')
-    if cfg.time_budget is not None:  # decides when the rate decays
-        if not cfg.decay_lr:
-            wrong.append('decay_lr=False contradicts time_budget; remove one')
-        if cfg.lr_schedule == 'onecycle':
-            wrong.append("lr_schedule='onecycle' contradicts time_budget, whose decay is linear; remove one")
-        if cfg.lr_decay_iters is not None:
-            wrong.append(f'lr_decay_iters={cfg.lr_decay_iters} contradicts time_budget; remove one')
-        is_open = cfg.max_epochs is None and cfg.max_iters == type(cfg).max_iters
-        if is_open and 0 < cfg.warmup_iters < 1:
-            wrong.append(f'warmup_iters={cfg.warmup_iters:g} is a fraction of steps that time_budget '
-                         'leaves open; give a number of steps, or --max_iters')
+    for setting, others in ALLOWED.items():
+        for name, values in others.items():
+            is_set = getattr(cfg, setting) not in (None, 'none')
+            if is_set and getattr(cfg, name) not in values:
+                wrong.append(f'{name}={getattr(cfg, name)!r} contradicts {setting}; remove one')
+    is_open = cfg.time_budget is not None and cfg.max_epochs is None and cfg.max_iters == type(cfg).max_iters
+    if is_open and 0 < cfg.warmup_iters < 1:
+        wrong.append(f'warmup_iters={cfg.warmup_iters:g} is a fraction of steps that time_budget '
+                     'leaves open; give a number of steps, or --max_iters')
     if cfg.mirror_dir and is_inside(cfg.out_dir, cfg.mirror_dir):
         wrong.append(f'out_dir={cfg.out_dir!r} lies inside mirror_dir={cfg.mirror_dir!r}; to continue '
                      'a run in its mirror, give --mirror_dir=None')
     if os.path.exists(cfg.init_from) and not cfg.eval_only and is_inside(cfg.init_from, cfg.out_dir):
         wrong.append(f'init_from={cfg.init_from!r} is inside out_dir={cfg.out_dir!r}, which a new run '
                      'renames; give the new run a folder, such as --out_dir=out-tuned')
-    if cfg.shard != 'none' and cfg.auto_batch:
-        wrong.append(f'auto_batch=True does not try shard={cfg.shard!r}; set batch_size')
-    if cfg.shard != 'none' and cfg.ortho_penalty:
-        wrong.append(f'ortho_penalty={cfg.ortho_penalty} needs complete matrices; remove shard={cfg.shard!r}')
-    if cfg.shard != 'none' and cfg.optimizer == 'adamw8bit':
-        wrong.append(f'shard={cfg.shard!r} divides the states of adamw and muon, not of adamw8bit')
     for name, value, package in PACKAGES:
         if getattr(cfg, name) == value and importlib.util.find_spec(package) is None:
             wrong.append(f'{name}={value!r} needs {package}: pip install {package}')
@@ -128,22 +124,6 @@ def compare_settings(objects, given, before, bound):
     if wrong:
         raise ValueError('\n'.join([*wrong, f'to continue it: {shell(*flags)}; for a new run from '
                                     'its weights: --init_from=PATH --dataset=NAME']))
-
-
-def check_time_budget(cfg, before, checkpoint):
-    """
-    Raise ValueError if a resume adds a time budget, or changes one that has decided when the run ends.
-    before: that of the checkpoint.
-    """
-    if cfg.time_budget in (None, before) or cfg.eval_only:
-        return
-    if before is None:
-        raise ValueError(f'time_budget={cfg.time_budget:g}: the run to resume has none; use --max_iters, or '
-                         'start a new run from its weights with --init_from=PATH')
-    last = state_from(checkpoint).max_iters
-    if last is not None:
-        raise ValueError(f'time_budget={cfg.time_budget:g}: the rate already decays to step {last:,}; to '
-                         'train further, use --time_budget=None --max_iters=N')
 
 
 def compare_record(now, before, dataset):
