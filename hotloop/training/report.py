@@ -248,10 +248,8 @@ def noisy(label, color, x, y):
 
 
 def means(values):
-    """Return the means of DENSE parts of an array, or the array if it is shorter."""
-    if not len(values):  # a run that ended before its first line
-        return values
-    return np.array([part.mean() for part in np.array_split(values, min(DENSE, len(values)))])
+    """Return the means of DENSE parts of an array."""
+    return np.array([part.mean() for part in np.array_split(values, DENSE)])
 
 
 def loss_panels(runs):
@@ -268,9 +266,9 @@ def loss_panels(runs):
             return panel('Loss', 'nats per token', curves, wide=True, log=True)
         validation.append(Curve(run.name, number, run.tokens(steps), losses, errors))
         by_time.append(Curve(run.name, number, run.minutes(steps), losses, errors))
-        training.append(Curve(run.name, number, means(run.tokens(x)), means(y)))
+        training += noisy(run.name, number, run.tokens(x), y)
     return (panel('Validation loss', 'nats per token', validation, 'tokens', wide=True, log=True)
-            + panel('Training loss', 'averaged', training, 'tokens', wide=True, log=True)
+            + panel('Training loss', 'nats per token', training, 'tokens', wide=True, log=True)
             + panel('Validation loss', 'by training time', by_time, 'minutes', wide=True, log=True))
 
 
