@@ -51,7 +51,7 @@ from hotloop.system.distributed import (
     print0,
 )
 from hotloop.system.files import checkpoint_paths
-from hotloop.system.text import counted, shell, short, wrapped
+from hotloop.system.text import counted, shell, short
 from hotloop.training.checkpoint import (
     OPTIMIZERS,
     Checkpoints,
@@ -200,7 +200,7 @@ def read_settings(argv=None):
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
         gone = sorted(below.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
         if gone:
-            print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
+            print0(f'settings of the checkpoint that no longer exist: {", ".join(gone)}')
     elif cfg.depth is not None or chooses_depth:  # those that suit the depth
         given_at = peek.given.get('n_layer')
         if peek.given.get('depth') == '--depth' and given_at not in (None, '--n_layer'):
@@ -484,7 +484,7 @@ def build_run(settings, datasets, env):
         tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
         note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
         if note:
-            print0(wrapped(note))
+            print0(note)
     return Run(cfg, env, model, eval_model, train_model, batches, splits, byte_counts, optimizers, scaler,
                state, record)
 

@@ -1,10 +1,9 @@
-"""Numbers, errors and commands as short text, for lines of at most 80 columns and the axes of a report."""
+"""Numbers, errors and commands as short text, for the lines of a run and the axes of a report."""
 
 import math
 import os
 import shlex
 import sys
-import textwrap
 
 SCRIPTS = ('train.py', 'sample.py', 'prepare.py')
 
@@ -77,8 +76,3 @@ def script(name):
     """Name a script as this process was started, by its path if it ran from another folder."""
     folder, own = os.path.split(sys.argv[0])
     return os.path.join(folder, name) if own in SCRIPTS else name
-
-
-def wrapped(line):
-    """Break a line at spaces into lines of at most 80 columns; those after the first are indented."""
-    return textwrap.fill(line, 80, subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)

@@ -14,7 +14,7 @@ from hotloop.data.dataset import Dataset, open_datasets
 from hotloop.data.sources import CORPORA, PLAIN
 from hotloop.system.device import PEAK_FLOPS, choose_device, choose_dtype, device_memory, measure_flops
 from hotloop.system.distributed import Env
-from hotloop.system.text import duration, file_size, wrapped
+from hotloop.system.text import duration, file_size
 from hotloop.training.checkpoint import RunState
 from hotloop.training.dataloader import open_split
 from hotloop.training.memory import asked_chunks, choose_loss_chunks
@@ -234,7 +234,7 @@ def dry_run(settings, model_of):
               f'run: {length}']
     if cfg.recompute != 'none':
         both += forward
-    return [wrapped(line) for line in lines] + machine_table(c, cfg, lora, gpu, both, steps)
+    return lines + machine_table(c, cfg, lora, gpu, both, steps)
 
 
 def length_of(cfg, T, num_windows):

@@ -14,17 +14,7 @@ from hotloop.system import host
 from hotloop.system.device import peak_flops, peak_memory
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, replacing
-from hotloop.system.text import (
-    compact,
-    counted,
-    duration,
-    file_size,
-    first_line,
-    script,
-    shell,
-    short,
-    wrapped,
-)
+from hotloop.system.text import compact, counted, duration, file_size, first_line, script, shell, short
 from hotloop.training.forecast import flops_of
 from hotloop.training.report import read_rows, write_report
 from hotloop.training.run_dir import resume_command
@@ -64,8 +54,7 @@ def print_run(model, batches, val, meta, cfg, env):
     if env.device.type == 'cuda' and gpus > env.world == 1:
         launcher = f'torchrun --standalone --nproc_per_node={gpus}'
         lines.append(f'note: to use all {gpus} GPUs: {launcher} train.py ...')
-    for line in lines:
-        print0(wrapped(line))
+    print0('\n'.join(lines))
 
 
 def shape_text(c):

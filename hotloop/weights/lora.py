@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from hotloop.data.chat import MARK, TEMPLATES
-from hotloop.system.text import wrapped
 from hotloop.weights.nf4 import NF4Linear, rounded
 
 EMBEDDINGS = ('transformer.wte.weight', 'lm_head.weight')  # which lora_embeddings trains
@@ -171,12 +170,11 @@ def add_adapters(model, cfg, origin, env, seed):
 
 
 def describe_adapters(record, model, dtype):
-    """Describe what is trained and what is frozen, in lines of at most 80 columns."""
+    """Describe what is trained and what is frozen."""
     count = sum(p.numel() for p in trainable(model))
     stored = 'NF4' if record['quantize'] == 'nf4' else str(dtype).removeprefix('torch.')
-    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}; {count:,} '
-                   f'parameters are trained, and the {record["parameters"]:,} of {record["base"]} are '
-                   f'frozen in {stored}')
+    return (f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}; {count:,} parameters are '
+            f'trained, and the {record["parameters"]:,} of {record["base"]} are frozen in {stored}')
 
 
 def trainable(model):
