@@ -201,7 +201,8 @@ class Log:
     def start(self, model, record, changed):
         """Log what a new run is. changed: the settings that are not at their defaults."""
         device = '{world} x {device}, {dtype}'.format(**record['machine'])
-        self.append({'step': 0, 'event': 'start', 'time': now(), 'command': shell('python', *sys.argv),
+        self.append({'step': 0, 'event': 'start', 'time': round(time.time(), 2),
+                     'command': shell('python', *sys.argv),
                      'model': f'{shape_text(model.config)}, {model.num_params():,} parameters',
                      'device': device.replace('torch.', ''), 'changed': list(changed)})
 
@@ -236,7 +237,7 @@ class Log:
         for name, value in numbers.items():
             if value is not None and math.isfinite(value):
                 row[name] = value
-        self.append({**row, 'time': now()})
+        self.append({**row, 'time': round(time.time(), 2)})
         step = row.pop('step')
         if self.wandb:
             self.wandb.log(row, step=step)
@@ -286,11 +287,6 @@ class Log:
         if self.tensorboard:
             with contextlib.suppress(OSError):  # a full disk
                 self.tensorboard.close()
-
-
-def now():
-    """Return the time of a line, in seconds since 1970."""
-    return round(time.time(), 2)
 
 
 def keep_lines(path, last_step):
