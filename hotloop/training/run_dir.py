@@ -5,6 +5,7 @@ import os
 
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, free_number, is_inside, lock, replacing
+from hotloop.system.host import first_line_of
 from hotloop.system.text import script, shell
 from hotloop.training.checkpoint import MIRRORED
 
@@ -40,14 +41,8 @@ def open_folder(name, folder, is_new):
 
 def is_same_run(folder, other):
     """Test whether `other` holds the run of a folder, whose log begins alike, or no checkpoint."""
-    first = []
-    for path in (folder, other):
-        try:
-            with open(os.path.join(path, 'log.jsonl'), encoding='utf-8', errors='replace') as f:
-                first.append(f.readline())
-        except OSError:
-            return not checkpoint_paths(other, best=True)
-    return first[0] == first[1]
+    own, others = (first_line_of(os.path.join(path, 'log.jsonl')) for path in (folder, other))
+    return own == others != '' or not checkpoint_paths(other, best=True)
 
 
 def resume_command(cfg):

@@ -17,6 +17,7 @@ PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
 ABOVE_0 = ('learning_rate', 'muon_lr', 'embed_lr', 'max_iters', 'max_epochs', 'time_budget', 'batch_size',
            'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
            'log_interval', 'loss_chunks', 'patience', 'depth')
+BELOW_1 = ('beta1', 'beta2', 'muon_momentum')
 # {setting: {another: the values that it allows}}. The budget decides when the rate decays, linearly; the
 # states of adamw8bit cannot be divided, nor can the penalty of a part of a matrix be computed
 ALLOWED = {
@@ -34,13 +35,12 @@ def setting_problems(cfg):
             wrong.append(f'{name}={value} must not be negative')
         if name in ABOVE_0 and value == 0:
             wrong.append(f'{name}=0 must be above 0')
+        if name in BELOW_1 and value >= 1:
+            wrong.append(f'{name}={value} must be below 1')
     if cfg.seed >= 2**62:
         wrong.append(f'seed={cfg.seed} must be below 2^62')
     if not cfg.out_dir:
         wrong.append('out_dir is empty; name a folder, for example --out_dir=out')
-    for name in ('beta1', 'beta2', 'muon_momentum'):
-        if getattr(cfg, name) >= 1:
-            wrong.append(f'{name}={getattr(cfg, name)} must be below 1')
     if not 0 < cfg.decay_fraction <= 1:
         wrong.append(f'decay_fraction={cfg.decay_fraction} must be above 0 and at most 1')
     for setting, others in ALLOWED.items():
