@@ -20,25 +20,25 @@ def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None)
 
     num_windows: as in fixed_windows(). byte_counts: the UTF-8 bytes of each id, (V,).
     """
-    results = []
+    means, errors, sizes, num_tokens = [], [], [], 0
     for part, starts in fixed_windows(split, num_windows):
-        result = evaluate_split(model, part, starts, batch, env, byte_counts, stop)
-        if result is None:
+        sums = window_sums(model, part, starts, batch, env, byte_counts, stop)
+        if sums is None:
             return None
-        results.append(result)
-    if len(results) == 1:
-        return results[0]
-    losses = [result['loss'] for result in results]
-    stderrs = [result['stderr'] for result in results]
-    loss = float(np.dot(split.weights, losses))
+        loss, targets, num_bytes = sums
+        means.append(float(loss.sum() / targets.sum()))
+        errors.append(standard_error(loss, targets))
+        sizes.append(num_bytes.sum() / targets.sum())  # bytes per token average by weight; bpb does not
+        num_tokens += int(targets.sum())
+    loss = float(np.dot(split.weights, means))
     bpb = None
-    if all(result['bpb'] for result in results):
-        # bytes per token, to which loss / bpb is in proportion, average by weight; bpb does not
-        sizes = [result['loss'] / result['bpb'] for result in results]
-        bpb = float(loss / np.dot(split.weights, sizes))
-    return {'loss': loss, 'stderr': math.hypot(*np.multiply(split.weights, stderrs)),
-            'tokens': sum(result['tokens'] for result in results), 'bpb': bpb,
-            'losses': dict(zip(split.names, losses, strict=True))}
+    if all(sizes):
+        bpb = float(loss / math.log(2) / np.dot(split.weights, sizes))
+    result = {'loss': loss, 'stderr': math.hypot(*np.multiply(split.weights, errors)),
+              'tokens': num_tokens, 'bpb': bpb}
+    if len(means) > 1:
+        result['losses'] = dict(zip(split.names, means, strict=True))
+    return result
 
 
 def fixed_windows(split, num_windows):
@@ -63,10 +63,13 @@ def count_windows(split, num_windows):
 
 
 @torch.no_grad()
-def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
-    """Run evaluate() on the windows of one Split at these positions, shared among the processes."""
+def window_sums(model, split, starts, batch, env, byte_counts, stop):
+    """
+    Sum loss, targets and bytes in each of the windows of one Split at these positions, shared among the
+    processes: (3, number of windows). Returns None if stop() is true on any process.
+    """
     mine = np.arange(env.rank, len(starts), env.world)
-    sums = np.zeros((3, len(starts)))  # loss, targets and bytes; 0 at windows of other processes
+    sums = np.zeros((3, len(starts)))  # 0 at windows of other processes
     losses = []
     stopped = False
     was_training = model.training
@@ -89,12 +92,7 @@ def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
     if stopped:
         return None
     sums[0, mine] = torch.cat(losses).cpu().double().numpy()
-    loss, targets, num_bytes = env.sum(sums)
-    result = {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
-              'tokens': int(targets.sum()), 'bpb': None}
-    if num_bytes.any():
-        result['bpb'] = float(loss.sum() / math.log(2) / num_bytes.sum())
-    return result
+    return env.sum(sums)
 
 
 def standard_error(loss, targets):
