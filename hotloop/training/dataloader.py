@@ -1,18 +1,17 @@
 """The order of the data, as a pure function of the seed and the step."""
 
+import bisect
 import functools
 import hashlib
 import math
 import os
 import time
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hotloop.data.dataset import open_bin
 from hotloop.system.distributed import print0
-from hotloop.training.packing import pack
 
 INTERLEAVE = 10_000  # windows of a mixture in which each split has its exact share
 
@@ -164,6 +163,33 @@ class Packed(Split):
 
     def num_targets(self, starts):
         return int(self.targets[starts].sum())
+
+
+def pack(lengths, size):
+    """
+    Choose a window for each row, by best fit, the longest rows first. Returns the numbers of the
+    windows, (N,). lengths: of rows, at most `size`, that of a window.
+    """
+    window_of = np.empty(len(lengths), dtype=np.int64)
+    num_windows = 0
+    windows = {}  # {free space: the windows that have it}
+    spaces = [size]  # the free spaces of these, sorted, and that of a new window
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        place = bisect.bisect_left(spaces, lengths[row])
+        space = spaces[place]
+        if space == size:
+            window = num_windows
+            num_windows += 1
+        else:
+            window = windows[space].pop()
+            if not windows[space]:
+                spaces.pop(place)
+        window_of[row] = window
+        left = space - lengths[row]
+        if not windows.setdefault(left, []):
+            bisect.insort(spaces, left)
+        windows[left].append(window)
+    return window_of
 
 
 class Mixture(Windows):
@@ -320,12 +346,6 @@ def upload(array, device):
     return tensor.to(device)
 
 
-class StepData(NamedTuple):
-    """The data of a step."""
-    num_targets: int  # unmasked targets of the global batch
-    loaders: list  # a function for each micro-batch of this process: Batches.load()
-
-
 class Batches:
     """The micro-batches of this process: of a split that a GPU holds, or read while it computes."""
 
@@ -348,7 +368,10 @@ class Batches:
         return step * self.global_batch + self.shift
 
     def step(self, step):
-        """Return the StepData of a step, counted from 0."""
+        """
+        Return the number of unmasked targets of a step, counted from 0, in the global batch, and load() as a
+        function for each micro-batch of this process.
+        """
         index = np.arange(self.windows_before(step), self.windows_before(step + 1))
         starts = self.split.starts(self.seed, index)
         num_targets = self.split.num_targets(starts)
@@ -356,7 +379,7 @@ class Batches:
         if self.on_device:
             starts = upload(starts, self.env.device)  # before the GPU is busy with this step
         loaders = [functools.partial(self.load, step, n, starts[n]) for n in range(self.accumulation)]
-        return StepData(num_targets, loaders)
+        return num_targets, loaders
 
     def load(self, step, micro, starts):
         """Return gather()'s tensors of a micro-batch on the device, and the seed of its dropout."""

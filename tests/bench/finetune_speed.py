@@ -31,7 +31,6 @@ def ours(side, args, dtype):
 
     import train
     from hotloop.system.distributed import Env
-    from hotloop.training.dataloader import StepData
     from hotloop.training.memory import choose_loss_chunks
     from hotloop.weights.lora import LoRAConfig, add_adapters
     from model import GPT, GPTConfig
@@ -49,7 +48,7 @@ def ours(side, args, dtype):
     forward = train.wrap(model, cfg, env)[1]
     scaler = torch.amp.GradScaler('cpu', enabled=False)
     ids = torch.randint(VOCABULARY, (args.batch, args.tokens + 1))
-    data = StepData(tokens, [lambda: (ids[:, :-1], ids[:, 1:], 0)])
+    data = tokens, [lambda: (ids[:, :-1], ids[:, 1:], 0)]
     return partial(train.train_step, forward, data, optimizers, scaler, cfg, env)
 
 

@@ -14,8 +14,7 @@ import prepare
 from hotloop.data.dataset import Dataset, read_meta
 from hotloop.data.tokenizer import tokenizer_from
 from hotloop.inference.texts import turn_ids
-from hotloop.training.dataloader import Packed, Split, open_split
-from hotloop.training.packing import pack
+from hotloop.training.dataloader import Packed, Split, open_split, pack
 from model import GPT
 
 T = 64
