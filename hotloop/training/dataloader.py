@@ -113,7 +113,7 @@ class Packed(Split):
         super().__init__(folder, name, meta, T)
         if self.mask is None:
             self.mask = np.ones(self.num_tokens, np.uint8)  # the rows of this split are texts
-        path = rows_path(folder, name)
+        path = os.path.join(folder, f'{name}.docs.bin')
         self.ends = open_bin(path, '<u8').astype(np.int64)
         if not len(self.ends) or self.ends[-1] != self.num_tokens:
             raise ValueError(f'{path} does not end at {self.num_tokens:,} tokens; prepare again')
@@ -245,11 +245,6 @@ class Mixture(Windows):
         return sum(split.num_targets(positions) for split, _, positions in self.by_split(starts))
 
 
-def rows_path(folder, name):
-    """Return the path of the ends of rows, which texts do not have."""
-    return os.path.join(folder, f'{name}.docs.bin')
-
-
 def open_split(datasets, name, T, pack_rows=False):
     """
     Open 'train' or 'val' of one Dataset, or the Mixture of several. pack_rows: rows and documents do not see
@@ -257,7 +252,8 @@ def open_split(datasets, name, T, pack_rows=False):
     """
     splits = []
     for dataset in datasets:
-        if pack_rows and os.path.exists(rows_path(dataset.folder, name)):
+        ends = os.path.join(dataset.folder, f'{name}.docs.bin')  # of rows, which texts do not have
+        if pack_rows and os.path.exists(ends):
             splits.append(Packed(dataset.folder, name, dataset.meta, T))
             continue
         split = Split(dataset.folder, name, dataset.meta, T, masks_documents=pack_rows)

@@ -116,5 +116,5 @@ def test_auto_batch_on_a_device_that_is_nearly_full(run, capsys):
     run('auto', auto_batch=True, batch_size=12, gradient_accumulation_steps=1024,
         block_size=1024, n_embd=512, max_iters=2, eval_tokens=2048, vocab_size=50304)
     del taken
-    size = int(re.search(r'auto_batch: micro-batches of (\d+) sequence', capsys.readouterr().out)[1])
+    size = int(re.search(r'batch: (\d+) sequence', capsys.readouterr().out)[1])
     assert 1 <= size < MAX_TRIAL_TOKENS // 1024 and 12 * 1024 % size == 0
