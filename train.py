@@ -66,17 +66,10 @@ from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, memory_advice, out_of_memory, set_loss
-from hotloop.training.optim import build_optimizers
+from hotloop.training.optim import build_optimizers, set_learning_rate
 from hotloop.training.recipes import SHAPE, card_for_machine, choose_settings
 from hotloop.training.run_dir import is_same_run, open_folder, write_config
-from hotloop.training.schedule import (
-    Deadline,
-    ahead_weights,
-    learning_rate,
-    plan_schedule,
-    progress,
-    set_learning_rate,
-)
+from hotloop.training.schedule import Deadline, ahead_weights, learning_rate, plan_schedule, progress
 from hotloop.training.settings import (
     checkpoint_settings,
     compare_record,

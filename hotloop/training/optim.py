@@ -48,6 +48,13 @@ def build_optimizers(model, cfg, env):
     return [AdamW(groups, lr=lr, betas=betas, fused=True), *optimizers]
 
 
+def set_learning_rate(optimizers, lr, peak):
+    """Set the rate of every group in proportion to its own peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group['lr'] = group['peak'] * (lr / peak)
+
+
 def tables_of(model):
     """Return {parameter: name of its module} of the tables of a vector for each token or pair of tokens."""
     names = {p: name.split('.')[-2] for name, p in model.named_parameters()}

@@ -101,13 +101,6 @@ def ahead_weights(first, share):
     return first * max(1 - 1.5 * share, 0.0), first / 2 * max(1 - 3 * share, 0.0)
 
 
-def set_learning_rate(optimizers, lr, peak):
-    """Set the rate of every group in proportion to its own peak."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group['lr'] = group['peak'] * (lr / peak)
-
-
 class Deadline:
     """
     Decide once when the rate of a run with a time budget decays: when the time left is what the last

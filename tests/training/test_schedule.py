@@ -11,9 +11,9 @@ from ranks import on_ranks
 from hotloop.system.distributed import Env, close_process_group
 from hotloop.training import recipes
 from hotloop.training.checkpoint import RunState
-from hotloop.training.optim import build_optimizers
+from hotloop.training.optim import build_optimizers, set_learning_rate
 from hotloop.training.recipes import choose_depth, depth_settings, num_parameters, tokens_within
-from hotloop.training.schedule import ahead_weights, learning_rate, plan_schedule, set_learning_rate
+from hotloop.training.schedule import ahead_weights, learning_rate, plan_schedule
 from model import GPT, GPTConfig
 from train import TrainConfig, read_settings
 
