@@ -2,7 +2,7 @@
 The documents' systems beside ours: equal tokens, equal minutes, one evaluator, in bits per byte.
 
     $ python tests/bench/systems.py --originals=.. --texts=stdlib     # clones of the repositories lie in ..
-    $ python tests/bench/systems.py --originals=.. --minutes=0.2 --seeds=1 --lengths=256    # does it run?
+    $ python tests/bench/systems.py --originals=.. --minutes=0.2 --seeds=1    # does it run?
     $ python tests/bench/systems.py --originals=.. --systems=TEN,eigen --texts=stdlib
 
 Originals: temporal-eigenstate-networks (TEN), ortho-ai (OKADFA) and tiny_gpt, imported and never changed.
@@ -12,10 +12,6 @@ spans the minutes; a step that ends too late is not taken, and a run without a s
 Ours count their start too: the small shape with each mixer, and two cards.
 OKADFA trains as published: its direct feedback is off. Weights are judged in float32, in windows of the
 context that they were trained with. Novels are another text: --novels=FILE.xz.
-
-Speed and memory: forward and backward of 4 layers x 128 channels, 2,048 tokens or one window, in float32.
-Causality: all weights are disturbed and one token is changed. "earlier" is the relative change of the outputs
-before it, which must be rounding; "later" is that of the outputs after it, 0 if nothing looks back.
 
 A job runs in a process of its own; its numbers, or its error, are a file in --work and are not repeated
 while it is there.
@@ -34,7 +30,7 @@ import time
 import types
 from statistics import mean, stdev
 
-from bench import SHARED, forget_peak, machine, memory_now, parser_of, run, table
+from bench import SHARED, machine, parser_of, run, table
 
 SMALL = {'layers': 4, 'heads': 4, 'width': 128, 'context': 256, 'batch': 8}
 VOCAB = 1024
@@ -51,16 +47,11 @@ ORIGINALS = {
     'tiny_gpt': ('tiny_gpt',
                  {'layers': 5, 'heads': 6, 'width': 360, 'context': 128, 'batch': 128},
                  {'lr': 5e-4, 'betas': (0.9, 0.999), 'weight_decay': 0.01, 'warmup': 0.00625, 'floor': 0.1})}
-# other files of TEN and their classes, for the test of causality
-FORMS = {f'TEN, {name}': (f'ten_{name}', f'TEN{kind}Model') for name, kind in (
-    ('sequential', ''), ('fft', 'Fast'), ('chunked', 'Chunked'), ('final', 'Final'), ('ssd', 'SSD'),
-    ('pro', 'Pro'))}
-OURS = {name: {'mixer': name} for name in ('attention', 'conv', 'CCAC', 'eigen', 'EEAE', 'kernel')}
-OURS['eigen, paper'] = {'mixer': 'eigen', 'eigen': 'paper'}
-DFA = 'kernel, dfa'  # trains otherwise; the model is that of kernel
 CARDS = ('ten_cpu', 'okadfa_cpu')  # trained as they are
-TRAIN = {**OURS, DFA: {'mixer': 'kernel', 'feedback': 'dfa', 'ortho_penalty': 1e-4},
-         **{card: {} for card in CARDS}}
+OURS = {**{name: {'mixer': name} for name in ('attention', 'conv', 'CCAC', 'eigen', 'EEAE', 'kernel')},
+        'eigen, paper': {'mixer': 'eigen', 'eigen': 'paper'},
+        'kernel, dfa': {'mixer': 'kernel', 'feedback': 'dfa', 'ortho_penalty': 1e-4},
+        **{card: {} for card in CARDS}}
 MICRO_BATCH = 4096  # tokens of a forward pass of an original, so that no batch fills the memory
 
 
@@ -80,11 +71,6 @@ def load_file(folder, name):
 def original(name, originals, layers, heads, width, context):
     """Build an original; it computes logits, (B, T, VOCAB)."""
     import torch
-    if name in FORMS:
-        file, kind = FORMS[name]
-        folder = os.path.join(originals, ORIGINALS['TEN'][0], 'ten', 'models')
-        build = getattr(load_file(folder, file), kind)
-        return build(VOCAB, width, layers, max_seq_len=context)
     torch.set_flush_denormal(True)  # OKADFA's features underflow: without this a step takes 1.5 times as long
     folder = os.path.join(originals, ORIGINALS[name][0])
     if name == 'TEN':
@@ -96,30 +82,6 @@ def original(name, originals, layers, heads, width, context):
         return OKADFAModel(VOCAB, width, heads, layers, 4 * width, context)
     sys.modules.setdefault('tqdm', types.SimpleNamespace(tqdm=iter))  # its model does not use it
     return load_file(folder, 'train').TinyGPT(VOCAB, context, layers, heads, width, 4 * width)
-
-
-def ours(name, layers, heads, width, context):
-    from model import GPT, GPTConfig
-    return GPT(GPTConfig(preset='modern', n_layer=layers, n_head=heads, n_embd=width, block_size=context,
-                         vocab_size=VOCAB, **OURS[name]))
-
-
-def small_model(job, context):
-    shape = {**SMALL, 'context': context}
-    del shape['batch']
-    if job['system'] in OURS:
-        return ours(job['system'], **shape)
-    return original(job['system'], job['originals'], **shape)
-
-
-def logits_of(model, ids):
-    """Compute the logits of all positions, (B, T, VOCAB)."""
-    if not hasattr(model, 'config'):
-        return model(ids)
-    found = []
-    with model.lm_head.register_forward_hook(lambda module, inputs, output: found.append(output)):
-        model(ids, ids)  # without targets ours computes the last position alone
-    return found[0]
 
 
 # -----------------------------------------------------------------------------
@@ -210,7 +172,7 @@ def train_ours(job):
         card = 'quickstart'
         flags = {'preset': 'modern', 'n_layer': SMALL['layers'], 'block_size': SMALL['context'],
                  'batch_size': SMALL['batch'], 'embed_lr': 0.1, 'muon_lr': 0.03}
-    flags = {**flags, **TRAIN[job['system']], 'data_dir': os.path.dirname(job['data']), 'seed': job['seed'],
+    flags = {**flags, **OURS[job['system']], 'data_dir': os.path.dirname(job['data']), 'seed': job['seed'],
              'dataset': os.path.basename(job['data']), 'time_budget': job['minutes'],
              'eval_interval': 10**6, 'eval_tokens': 4096, 'out_dir': out}
     seconds, _, _ = run([sys.executable, 'train.py', f'config/{card}.py',
@@ -224,14 +186,15 @@ def train_ours(job):
                                             'tokens_per_s': mean(speeds) if speeds else math.nan}
 
 
-def train_job(job):
+def train(job):
+    """Train and judge. Returns the numbers of a row."""
     import torch
 
     from hotloop.data.dataset import byte_table, read_meta
     from hotloop.system.distributed import Env
     from hotloop.training.dataloader import Split
     from hotloop.training.evaluate import evaluate
-    model, T, numbers = (train_ours if job['system'] in TRAIN else train_original)(job)
+    model, T, numbers = (train_ours if job['system'] in OURS else train_original)(job)
     meta = read_meta(job['data'])
     split = Split(job['data'], 'val', meta, T)
     result = evaluate(model, split, job['eval_tokens'] // T, max(MICRO_BATCH // T, 1),
@@ -240,54 +203,15 @@ def train_job(job):
 
 
 # -----------------------------------------------------------------------------
-# speed, memory, causality
-
-def speed_job(job):
-    """Time forward and backward at one length: the best of three, or the only one that is slow."""
-    import torch
-    from torch.nn.functional import cross_entropy
-    T = job['length']
-    model = small_model(job, T)
-    x = torch.randint(VOCAB, (max(2048 // T, 1), T))
-    forget_peak()
-    before, seconds = memory_now('VmRSS'), []
-    while len(seconds) < 4 and sum(seconds) < 20:
-        began = time.perf_counter()
-        cross_entropy(logits_of(model, x).flatten(0, 1), x.flatten()).backward()
-        seconds.append(time.perf_counter() - began)
-        model.zero_grad(set_to_none=True)
-    return {'tokens_per_s': x.numel() / min(seconds), 'megabytes': (memory_now('VmHWM') - before) / 1e6}
-
-
-def causality_job(job):
-    import torch
-    T, place = SMALL['context'], 150
-    torch.manual_seed(1)
-    model = small_model(job, T).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.05)  # layers may start as nothing
-        ids = torch.randint(VOCAB, (1, T))
-        other = ids.clone()
-        other[0, place] = (ids[0, place] + 1) % VOCAB
-        a, b = logits_of(model, ids), logits_of(model, other)
-    change = (a - b).norm(dim=-1)[0] / a.norm(dim=-1)[0]
-    return {'earlier': float(change[:place].max()), 'later': float(change[place + 1:].max())}
-
-
-JOBS = {'train': train_job, 'speed': speed_job, 'causality': causality_job}
-
-
-# -----------------------------------------------------------------------------
 # the table
 
-def result_of(kind, args, **job):
-    """Run a job in a process, unless its file is there. Returns its numbers, or {'error': reason}."""
-    key = hashlib.sha256(json.dumps([kind, job], sort_keys=True).encode()).hexdigest()[:8]
-    name = re.sub(r'\W+', '-', f'{kind} {job["system"]}') + f'-{key}'
+def result_of(args, **job):
+    """Train in a process, unless its file is there. Returns its numbers, or {'error': reason}."""
+    key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:8]
+    name = re.sub(r'\W+', '-', job['system']) + f'-{key}'
     path = os.path.join(args.work, f'{name}.json')
     if not os.path.exists(path):
-        job |= {'kind': kind, 'name': name, 'originals': args.originals, 'work': args.work}
+        job |= {'name': name, 'originals': args.originals, 'work': args.work}
         numbers = measure(job, args.limit)
         print(f'  {name}: {numbers}', file=sys.stderr, flush=True)
         with open(f'{path}.part', 'w', encoding='utf-8') as f:
@@ -327,30 +251,27 @@ def data_of(text, args):
 def rows_of(args):
     """Yield the cells of each system, as far as --systems asks for it."""
     sides = [(name, small) for name in ORIGINALS for small in (False, True)]
-    sides += [(name, True) for name in (*FORMS, *TRAIN)]
+    sides += [(name, True) for name in OURS]
     wanted = args.systems.split(',') if args.systems else [name for name, _ in sides]
     for name, small in sides:
         if name.split(',')[0] not in wanted and name not in wanted:
             continue
-        folder = ORIGINALS.get(name.split(',')[0], (None,))[0]
+        folder = ORIGINALS.get(name, (None,))[0]
         if folder and not os.path.isdir(os.path.join(args.originals, folder)):
-            yield [name, f'skipped: {args.originals} has no {folder}']
+            print(f'skipped: {args.originals} has no {folder}', file=sys.stderr)
             continue
-        label = f'ours, {name}' if name in TRAIN else f'{name}{", small" * (small and name in ORIGINALS)}'
-        yield [label, *trained(name, small, args), *measured(name, small, args)]
+        label = f'ours, {name}' if name in OURS else f'{name}{", small" * small}'
+        yield [label, *trained(name, small, args)]
 
 
 def trained(name, small, args):
-    """Return the cells of training: parameters, tokens/s, bits per byte of each text."""
-    texts = args.texts.split(',')
-    if name in FORMS:
-        return ['-'] * (2 + len(texts))
+    """Return the cells of a system: parameters, tokens/s, bits per byte of each text."""
     cells, first = [], None
-    for text in texts:
-        runs = [result_of('train', args, system=name, small=small, seed=seed, minutes=args.minutes,
+    for text in args.texts.split(','):
+        runs = [result_of(args, system=name, small=small, seed=seed, minutes=args.minutes,
                           data=data_of(text, args), eval_tokens=args.eval_tokens)
                 for seed in range(1, args.seeds + 1)]
-        failed = [r['error'] for r in runs if 'error' in r]
+        failed = [r['error'].replace('|', '/') for r in runs if 'error' in r]
         if failed:
             cells.append(failed[0])
             continue
@@ -362,40 +283,22 @@ def trained(name, small, args):
     return [f'{first["params"] / 1e6:.2f}M', f'{first["tokens_per_s"]:,.0f}', *cells]
 
 
-def measured(name, small, args):
-    """Return the cells of causality and of each length; all are of the small model."""
-    lengths = args.lengths.split(',') if args.lengths else []
-    if not small or name in (DFA, *CARDS):
-        return ['-'] * (1 + len(lengths))
-    found = result_of('causality', args, system=name)
-    cells = [found.get('error') or f'{found["earlier"]:.0e}, {found["later"]:.0e}']
-    for length in lengths:
-        found = {'error': '-'}
-        if name not in FORMS:
-            found = result_of('speed', args, system=name, length=int(length))
-        cells.append(found.get('error') or f'{found["tokens_per_s"]:,.0f}, {found["megabytes"]:,.0f} MB')
-    return cells
-
-
 def main():
     parser = parser_of(__doc__, originals='..', systems='', texts='stdlib,novels', minutes=3.0, seeds=3,
-                       eval_tokens=2**17, lengths='256,1024,4096,16384,32768', limit=900, data_dir='data',
-                       work='out-systems', novels=os.path.join(SHARED, 'novels.txt.xz'), job='')
+                       eval_tokens=2**17, limit=900, data_dir='data', work='out-systems',
+                       novels=os.path.join(SHARED, 'novels.txt.xz'), job='')
     args = parser.parse_args()
     if args.job:
-        job = json.loads(args.job)
-        print(json.dumps(JOBS[job['kind']](job)))
+        print(json.dumps(train(json.loads(args.job))))
         return
     for folder in ('originals', 'data_dir', 'work', 'novels'):
         setattr(args, folder, os.path.abspath(getattr(args, folder)))
     os.makedirs(args.work, exist_ok=True)
     head = ['system', 'parameters', 'tokens/s in training',
-            *(f'bits per byte, {text}, {args.minutes:g} min' for text in args.texts.split(',')),
-            'causality: earlier, later',
-            *(f'{length} tokens' for length in args.lengths.split(',') if length)]
-    rows = [row + [''] * (len(head) - len(row)) for row in rows_of(args)]
+            *(f'bits per byte, {text}, {args.minutes:g} min' for text in args.texts.split(','))]
+    rows = list(rows_of(args))
     print(machine())
-    print(table(head, [[str(cell).replace('|', '/') for cell in row] for row in rows]))
+    print(table(head, rows))
 
 
 if __name__ == '__main__':
