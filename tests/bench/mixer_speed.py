@@ -4,18 +4,17 @@ Speed and memory of the mixers by length, beside attention: training and generat
     $ python tests/bench/mixer_speed.py
     $ python tests/bench/mixer_speed.py --compile --rounds=1 --lengths 256 1024 4096
     $ python tests/bench/mixer_speed.py --rounds=1 --lengths 32768      # peak memory; a token and its cache
-    $ python tests/bench/mixer_speed.py --parts dfa --lengths 1024      # memory of direct feedback
 
 The model has 4 layers of 128 channels and 1,024 ids (preset=modern). Parts: `layer`, forward and
 backward of the mixer of one layer, without norm and MLP; `model`, those of the model and its loss; both over
 4,096 tokens, or one window that is longer. `token` and `int8`: one token of generation, the last of a context
-of this length, and the same with 8-bit weights. `dfa`: the model with --layers layers, trained by
-backpropagation and by direct feedback, also with recomputed blocks.
+of this length, and the same with 8-bit weights.
 
 Each turn is a process of its own; figures are medians of the turns. Memory is the most that a process holds
 beyond what it held before it made the model. The factor is relative to the first row.
 """
 
+import itertools
 import json
 import time
 from functools import partial
@@ -26,9 +25,6 @@ from step_speed import turn
 
 MIXERS = ('attention', 'conv', 'CCAC', 'EEAE', 'eigen', 'kernel')
 PARTS = ('layer', 'model', 'token', 'int8')
-FEEDBACK = {f'{mixer}, {feedback}{", recomputed" * (recompute == "full")}': (mixer, feedback, recompute)
-            for mixer in ('attention', 'CCAC') for feedback in ('backprop', 'dfa')
-            for recompute in ('none', 'full')}
 TOKENS = 4096  # of a training step
 MIN_SECONDS = 1.0  # that a turn measures, in at least one call
 
@@ -40,13 +36,11 @@ def call_of(a):
     from hotloop.inference.generate import Sampling, compile_step, decode_step
     from hotloop.inference.kv_cache import KVCache
     from hotloop.inference.quantize import prepare_for_inference
-    from hotloop.mixers.feedback import feedback_matrices
-    from hotloop.training.shard import set_blocks
     from model import GPT, Context, GPTConfig
     idle = memory_now('VmRSS')
     T, part, dtype = a['length'], a['part'], getattr(torch, a['dtype'])
     torch.manual_seed(0)
-    model = GPT(GPTConfig(preset='modern', mixer=a['mixer'], n_layer=a['layers'], n_head=4, n_embd=128,
+    model = GPT(GPTConfig(preset='modern', mixer=a['mixer'], n_layer=4, n_head=4, n_embd=128,
                           block_size=T, vocab_size=1024))
     model.compute_dtype = dtype
     for p in model.parameters():
@@ -58,10 +52,7 @@ def call_of(a):
         x = torch.randn(rows, T, 128, dtype=dtype, requires_grad=True)
         context = Context(model.cos, model.sin, {}, None)
         return lambda: mixer(x, context).sum().backward(), rows * T, idle
-    if part in ('model', 'dfa'):
-        if a['feedback'] == 'dfa':
-            model.feedback = feedback_matrices(model.config, 1)
-        set_blocks(model, a['recompute'])
+    if part == 'model':
         forward = torch.compile(model, dynamic=False) if a['compile'] else model
         ids = torch.randint(1024, (rows, T))
         return lambda: forward(ids, ids).sum().backward(), rows * T, idle
@@ -116,28 +107,24 @@ def cell(turns, first, part):
 
 
 def main():
-    parser = parser_of(__doc__, rounds=3, threads=cores(), layers=4, dtype='float32', compile=False)
+    parser = parser_of(__doc__, rounds=3, threads=cores(), dtype='float32', compile=False)
     parser.add_argument('--work', help='for the processes that this starts')
     parser.add_argument('--lengths', type=int, nargs='*', default=[256, 1024, 4096, 16384])
-    parser.add_argument('--parts', nargs='*', default=PARTS, choices=(*PARTS, 'dfa'))
+    parser.add_argument('--parts', nargs='*', default=PARTS, choices=PARTS)
     parser.add_argument('--mixers', nargs='*', default=MIXERS, help='or patterns of their letters')
     args = parser.parse_args()
     if args.work:
         return work(json.loads(args.work))
     sides = {}
-    for part in args.parts:
-        names = {name: (name, 'backprop', 'none') for name in args.mixers}
-        for name, (mixer, feedback, recompute) in (FEEDBACK if part == 'dfa' else names).items():
-            if part == 'layer' and mixer.isupper():
-                continue
-            for length in args.lengths:
-                a = dict(part=part, mixer=mixer, feedback=feedback, recompute=recompute, length=length,
-                         layers=args.layers, dtype=args.dtype, compile=args.compile, threads=args.threads)
-                sides[part, name, length] = partial(turn, a, __file__)
+    for part, name, length in itertools.product(args.parts, args.mixers, args.lengths):
+        if part != 'layer' or not name.isupper():
+            a = dict(part=part, mixer=name, length=length, dtype=args.dtype, compile=args.compile,
+                     threads=args.threads)
+            sides[part, name, length] = partial(turn, a, __file__)
     found = alternate(sides, args.rounds)
     print(f'{machine()}, {args.dtype}, {"compiled" if args.compile else "eager"}, {args.threads} threads')
     for part in args.parts:
-        names = list(dict.fromkeys(name for each, name, _ in sides if each == part))
+        names = [name for name in args.mixers if (part, name, args.lengths[0]) in sides]
         rows = [[name, *(cell(found[part, name, length], found[part, names[0], length], part)
                          for length in args.lengths)] for name in names]
         print(f'\n{part}\n{table(["", *(f"{length:,} tokens" for length in args.lengths)], rows)}')
