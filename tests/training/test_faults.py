@@ -277,4 +277,3 @@ def test_our_code_does_not_run_what_it_is_given():
     found = {(path.name, name) for path in files for name in unsafe_calls(path.read_text(encoding='utf-8'))}
     # Config files are the user's own Python. Judged programs run in a child that --run_code starts.
     assert found == {('configurator.py', 'exec')}
-    assert list(unsafe_calls('torch.load(p)\nx.run(c, shell=True)\nmodel.eval()')) == ['torch.load', 'x.run']
