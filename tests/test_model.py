@@ -33,7 +33,13 @@ EVERYTHING = dict(n_kv_head=2, head_dim=6, qkv_bias=True, position='rope', rope_
                   rope_context=8, norm='rmsnorm_offset', norm_eps=1e-3, post_norm=True, embed_norm=False,
                   embed_scale=3.0, mlp='geglu', qk_norm=True, query_scale=0.3, attn_softcap=1.5, softcap=2.0,
                   window=5, window_pattern='SL', rope_local_base=50.0)  # every setting of the families
-ALL_SHAPES = {**SHAPES, 'everything': EVERYTHING}
+MIXERS = {'conv': dict(preset='modern', mixer='CA', num_taps=1),
+          'CCAC': dict(preset='modern', mixer='CCAC', n_layer=4, num_taps=7),
+          'eigen': dict(preset='modern', mixer='EA', num_eigenstates=8),
+          'paper': dict(preset='modern', mixer='E', num_eigenstates=8, eigen='paper'),
+          'kernel': dict(preset='modern', mixer='K'),
+          'KECA': dict(preset='modern', mixer='KECA', n_layer=4, num_eigenstates=8)}
+ALL_SHAPES = {**SHAPES, **MIXERS, 'everything': EVERYTHING}
 SMALL = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
 
 
@@ -140,7 +146,7 @@ def test_wide_heads_fit_the_shared_memory_of_a_gpu(monkeypatch, channels, dtype,
         assert {name.partition('_')[0] for name in options} == {'fwd', 'bwd'}
 
 
-@pytest.mark.parametrize('shape', ALL_SHAPES)
+@pytest.mark.parametrize('shape', [shape for shape in ALL_SHAPES if shape not in ('kernel', 'KECA')])
 def test_a_document_in_a_row_is_computed_as_if_it_stood_alone(shape):
     """Its logits, and the gradients of all; rotary positions are relative, learned ones begin again."""
     model, x, y, lengths = make(shape), ids(2, 16), ids(2, 16, seed=1), [(6, 1, 9), (16,)]

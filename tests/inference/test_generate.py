@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from test_model import SHAPES, make
+from test_model import MIXERS, SHAPES, make
 
 from hotloop.inference.generate import Sampling, generate, sample_token
 from hotloop.inference.kv_cache import KVCache
@@ -56,7 +56,7 @@ def next_logits(model, context):
     return model(torch.tensor([context]))[0]
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', [*SHAPES, *MIXERS])
 @pytest.mark.parametrize('length', [1, 16])
 def test_cached_greedy_generation_equals_uncached(shape, length):
     """Past block_size too, where the oldest eighth, two tokens, is dropped and the rest is computed again."""
@@ -93,7 +93,7 @@ def test_a_bos_stays_when_the_oldest_tokens_are_dropped():
     assert run(model, [[bos, *context]], 24, temperature=0, bos=bos) == [expected]
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', [*SHAPES, *MIXERS])
 def test_a_ragged_batch_equals_its_rows_alone(shape, fixed_shapes):
     """Token for token, past the context, with sequences that end on the way; at fixed shapes too."""
     model, how = make(shape), dict(top_k=20, repetition_penalty=1.1, ends={3, 5, 12})
