@@ -29,6 +29,8 @@ from train import TrainConfig
 
 RECIPES = [dict(optimizer='adamw', bias=True),
            dict(optimizer='muon', preset='modern', mlp='swiglu', zero_init=False)]
+CONV, EIGEN, KERNEL = (dict(preset='modern', mixer=mixer) for mixer in ('CA', 'EA', 'KA'))
+DFA = dict(CONV, feedback='dfa')
 
 
 def gpt(**settings):
@@ -98,7 +100,9 @@ def assert_equal_steps(found, one, error=1e-6):
 
 
 @pytest.mark.parametrize('world, shard, number, recipe', [
-    (2, 'optimizer', 3, RECIPES[1]), (2, 'full', 3, RECIPES[0]),
+    (2, 'optimizer', 3, RECIPES[1]), (2, 'full', 3, RECIPES[0]), (2, 'none', 2, DFA),
+    *(pytest.param(2, shard, 2, recipe, marks=pytest.mark.slow)
+      for shard, recipe in (('none', CONV), ('full', EIGEN), ('none', KERNEL), ('full', DFA))),
     *(pytest.param(world, shard, 10, recipe, marks=pytest.mark.slow)
       for world in (2, 4) for shard in ('none', 'optimizer', 'full') for recipe in RECIPES)])
 def test_steps_of_several_processes_are_those_of_one(masked, world, shard, number, recipe):
