@@ -15,7 +15,7 @@ import time
 
 import pytest
 from conftest import ROOT, error_of, free_port
-from test_sample import gpt, main, write
+from test_sample import gpt, main, play, write
 
 import sample
 from hotloop import load
@@ -120,7 +120,6 @@ def test_requests_without_a_seed_differ_and_settings_of_the_server_hold(servers,
 
 
 def test_a_chat_is_in_the_template_and_ends_at_its_mark(servers, folder, tmp_path, capsys, monkeypatch):
-    """The oldest turns are dropped where the context is full, as in sample.py --chat."""
     row = {'messages': [{'role': 'system', 'content': 'Be brief.'}, USER]}
     (tmp_path / 'p.jsonl').write_text(json.dumps(row))
     flags = dict(start=f'FILE:{tmp_path / "p.jsonl"}', max_new_tokens=20, seed=3)
@@ -129,19 +128,8 @@ def test_a_chat_is_in_the_template_and_ends_at_its_mark(servers, folder, tmp_pat
     _, answer = ask(servers['tuned'], **row, **chat)
     assert answer['object'] == 'chat.completion'
     assert answer['choices'][0]['message'] == {'role': 'assistant', 'content': expected['text']}
-    prompts = []
-
-    def generate(model, ids, *args):
-        prompts.append(bytes(ids[0]).decode())
-        for token in b'Four.<|im_end|>no':
-            yield [(0, token, 0.0)]
-    monkeypatch.setattr(texts, 'generate', generate)
-    turns = [{'role': 'user', 'content': 'x' * 99}, {'role': 'assistant', 'content': 'y' * 9}, USER]
-    _, answer = ask(servers['tuned'], messages=turns, **chat)
-    question = '<|im_start|>user\nhi<|im_end|>\n'
-    assert prompts == [question + '<|im_start|>assistant\n']
-    ask(servers['tuned'], messages=[USER, {'role': 'system', 'content': 'Be brief.'}], **chat)
-    assert prompts[1] == question + '<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\n'
+    play(monkeypatch, *b'Four.<|im_end|>no')
+    _, answer = ask(servers['tuned'], messages=[USER], **chat)
     assert answer['choices'][0] == {'index': 0, 'message': {'role': 'assistant', 'content': 'Four.'},
                                     'logprobs': None, 'finish_reason': 'stop'}
 
