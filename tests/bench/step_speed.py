@@ -28,7 +28,6 @@ import numpy as np
 from bench import alternate, answer, cores, forget_peak, machine, memory_now, nanogpt, parser_of, table
 
 SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65),
-          'quickstart': dict(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=257),
           '124m': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
           '32k': dict(preset='modern', n_layer=8, n_head=8, n_embd=1024, block_size=32768, rope_base=5e5,
                       vocab_size=50304)}

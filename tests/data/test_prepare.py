@@ -8,6 +8,7 @@ import shlex
 import numpy as np
 import pytest
 from conftest import SHARED, contents
+from test_documents import as_jsonl
 from test_tokenizer_source import save
 
 import prepare
@@ -54,10 +55,6 @@ def make(tmp_path):
 def small_pieces(monkeypatch, size):
     monkeypatch.setattr('hotloop.data.documents.PIECE', size)
     monkeypatch.setattr('hotloop.data.encode.PIECE', size)
-
-
-def as_jsonl(rows):
-    return '\n'.join(json.dumps(row) for row in rows)
 
 
 def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, capsys, monkeypatch):
@@ -129,7 +126,7 @@ def test_the_last_line_tunes_the_model_of_the_tokenizer(tmp_path, make, capsys, 
     run = tmp_path / 'a run'
     save(run / 'best.pt', tokenizer={'kind': 'byte'})
     path = tmp_path / 'rows.jsonl'
-    path.write_text(as_jsonl([{name: f'{text}{i}' for name, text in row.items()} for i in range(9)]))
+    path.write_bytes(as_jsonl([{name: f'{text}{i}' for name, text in row.items()} for i in range(9)]))
     make(path, tokenizer=run, name='mine')
     command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix('train on it with: '))
     assert command == ['python', 'train.py', 'config/lora.py', f'--init_from={run}', '--dataset=mine', *flags,
@@ -137,7 +134,7 @@ def test_the_last_line_tunes_the_model_of_the_tokenizer(tmp_path, make, capsys, 
 
 
 def test_equal_documents_fall_on_one_side_however_many_there_are(tmp_path, make, monkeypatch):
-    (tmp_path / 'a.jsonl').write_text(as_jsonl([{'text': f'document {i % 1000}'} for i in range(3000)]))
+    (tmp_path / 'a.jsonl').write_bytes(as_jsonl([{'text': f'document {i % 1000}'} for i in range(3000)]))
     for many in (100_000, 900):  # by exact size, then each with a probability
         monkeypatch.setattr('hotloop.data.documents.MANY', many)
         documents, _ = make(tmp_path / 'a.jsonl')
@@ -176,7 +173,7 @@ def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tm
     ('auto', ['<|im_end|>', '<|im_start|>']), ('gemma', ['<end_of_turn>', '<start_of_turn>'])])
 def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, make, template, marks):
     """Each mark costs one token, the size includes them, and no merge is learned from their names."""
-    (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
+    (tmp_path / 'a.jsonl').write_bytes(as_jsonl(CHAT))
     _, meta = make(tmp_path / 'a.jsonl', tokenizer='bpe:300', template=template)
     tokenizer = tokenizer_from(meta['tokenizer'])
     assert tokenizer.n_vocab == meta['vocab_size'] == 300
@@ -192,7 +189,7 @@ def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, ma
 def test_rows_with_answers_bring_masks_one_template_and_tasks(tmp_path, make, capsys):
     """The held-out rows are written beside the bins. Rows without an answer are counted and left out."""
     rows = [{'prompt': f'{i} ask', 'completion': ' tell', 'id': i} for i in range(30)]
-    (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
+    (tmp_path / 'a.jsonl').write_bytes(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
     meta = make(tmp_path / 'a.jsonl', val=0.3)[1]
     assert meta['template'] == 'joined'
     assert 'skipped 2 rows' in capsys.readouterr().out
@@ -277,7 +274,7 @@ def test_a_note_says_how_much_is_held_out_if_it_is_not_the_fraction(tmp_path, ma
 
 def test_every_template_holds_out_the_same_rows(tmp_path, make):
     rows = [{'system': ' Brief. ', 'question': f'{i} ', 'context': 'c', 'answer': 'a'} for i in range(40)]
-    (tmp_path / 'rows.jsonl').write_text(as_jsonl([*CHAT, *rows]))
+    (tmp_path / 'rows.jsonl').write_bytes(as_jsonl([*CHAT, *rows]))
     held_out = set()
     for template in ('plain', 'alpaca', 'chatml', 'gemma', 'llama3'):
         make(tmp_path / 'rows.jsonl', template=template)

@@ -1,6 +1,5 @@
 """The report on a machine, with advice if PyTorch was built without CUDA."""
 
-import pytest
 import torch
 
 from hotloop.system import check
@@ -13,20 +12,18 @@ def test_this_machine(monkeypatch):
         assert words in printed
 
 
-@pytest.mark.parametrize('capability, words, dtype', [
-    ((9, 0), 'capability 9.0, 40.0 of 42.0 GB free, bf16: True, fp16: True, TF32: True', 'bfloat16'),
-    ((7, 5), 'capability 7.5, 40.0 of 42.0 GB free, bf16: False, fp16: True, TF32: False', 'float16')])
-def test_gpus_one_by_one(monkeypatch, capability, words, dtype):
+def test_gpus_one_by_one(monkeypatch):
     monkeypatch.setattr(check, 'try_compile', lambda device: 'no Triton')
     monkeypatch.setattr(check, 'attention_kernels', lambda device, dtype: ['flash', 'math'])
     monkeypatch.setattr(torch._C, '_cuda_getDriverVersion', lambda: 12040, raising=False)
     for name, answer in (('is_available', True), ('device_count', 2), ('get_device_name', 'NVIDIA Test'),
-                         ('get_device_capability', capability), ('mem_get_info', (40e9, 42e9))):
+                         ('get_device_capability', (7, 5)), ('mem_get_info', (40e9, 42e9))):
         monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
     lines = check.report()
     assert 'the driver supports 12.4' in lines[1]
-    assert lines[2:4] == [f'  cuda:{i}: NVIDIA Test, {words}' for i in range(2)]
-    assert any(line.startswith('a run uses: cuda:0 ') and dtype in line for line in lines)
+    words = 'NVIDIA Test, capability 7.5, 40.0 of 42.0 GB free, bf16: False, fp16: True, TF32: False'
+    assert lines[2:4] == [f'  cuda:{i}: {words}' for i in range(2)]
+    assert any(line.startswith('a run uses: cuda:0 ') and 'float16' in line for line in lines)
     assert 'compile: fails: no Triton' in lines
 
 

@@ -7,21 +7,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import noise, write_bins
+from test_train import tiny_gpt
 
 from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env
 from hotloop.training.dataloader import Mixture, Split
 from hotloop.training.evaluate import count_windows, eval_windows, evaluate, fixed_windows
-from model import GPT, GPTConfig
 
 TOKENS = noise(487, seed=1)  # 30 windows of 16 and a tail of 6
 MASK = np.random.default_rng(2).random(487) < np.linspace(0.05, 1, 487) ** 2
 BYTES = np.arange(257) % 4
-
-
-def tiny_gpt(**settings):
-    torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=257, block_size=16, n_layer=1, n_head=2, n_embd=32, **settings))
 
 
 @pytest.fixture

@@ -6,19 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import error_of
+from test_forecast import GPU, gpt
 
 from hotloop.system.distributed import Env
 from hotloop.training import memory
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, trial_fits
-from model import GPT, GPTConfig
+from model import GPT
 from train import TrainConfig
 
-GPU = Env(device=torch.device('cuda'), dtype=torch.bfloat16)
 SPLIT = SimpleNamespace(T=64, num_bytes=0)
-
-
-def tiny_gpt():
-    return GPT(GPTConfig(block_size=64, vocab_size=101, n_layer=4, n_head=2, n_embd=32))
 
 
 @pytest.mark.parametrize('env, per_logit', [
@@ -44,7 +40,7 @@ def test_the_loss_of_a_frozen_head_is_chunked(vocab_size, env, chunks):
     RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`')])
 def test_a_trial_finds_out_whether_a_micro_batch_fits(monkeypatch, error):
     """It changes no weight and leaves no gradient. Any other error ends it."""
-    model, forward = tiny_gpt(), GPT.forward
+    model, forward = gpt(), GPT.forward
     before = [p.clone() for p in model.parameters()]
 
     def limited(self, idx, targets=None):
@@ -65,7 +61,7 @@ def auto_batch(monkeypatch, most, env=GPU):
     monkeypatch.setattr(memory, 'kept_on_device', lambda split, env: False)
     monkeypatch.setattr(memory, 'trial_fits', lambda model, batch, *_: batch <= most)
     cfg = TrainConfig(batch_size=16, gradient_accumulation_steps=2)
-    return choose_batch_size(tiny_gpt(), SPLIT, env, cfg)
+    return choose_batch_size(gpt(), SPLIT, env, cfg)
 
 
 def test_the_largest_micro_batch_of_the_same_step_is_taken(monkeypatch):
