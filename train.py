@@ -41,26 +41,12 @@ from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
+from hotloop.system import distributed
 from hotloop.system.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype, try_compile
-from hotloop.system.distributed import (
-    Env,
-    StopRequest,
-    check_same_step,
-    close_process_group,
-    open_process_group,
-    print0,
-)
+from hotloop.system.distributed import Env, StopRequest, print0
 from hotloop.system.files import checkpoint_paths
-from hotloop.system.text import counted, shell, short
-from hotloop.training.checkpoint import (
-    OPTIMIZERS,
-    Checkpoints,
-    Latest,
-    RunState,
-    checkpoint_of,
-    restore,
-    state_from,
-)
+from hotloop.system.text import shell, short
+from hotloop.training.checkpoint import OPTIMIZERS, Checkpoints, RunState, checkpoint_of, restore, state_from
 from hotloop.training.dataloader import Batches, open_split, share_batch, upload
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
@@ -169,12 +155,12 @@ BOUND = MODEL | ADAPTERS | {'optimizer', 'depth'}
 # settings: defaults < depth or checkpoint < card and other files < flags
 
 class Settings(NamedTuple):
-    """The settings of a command line. Nothing changes them; build_run() frees the tensors of `latest`."""
+    """The settings of a command line. Nothing changes them; Run() frees the tensors of `latest`."""
     model: GPTConfig
     lora: LoRAConfig
     train: TrainConfig
     given: dict  # {name: place} of settings in a file or a flag
-    latest: Latest | None  # the checkpoint to resume
+    latest: tuple | None  # the checkpoint to resume, as Checkpoints.latest() returns it
 
 
 def read_settings(argv=None):
@@ -256,7 +242,7 @@ def setup(cfg):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
     if world > 1:
-        open_process_group(cfg.backend, device)
+        distributed.open_process_group(cfg.backend, device)
     compiles, why_compile = choose_compile(cfg.compile, device, cfg.time_budget)
     if compiles and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True)  # also sets Inductor's own switch
@@ -347,22 +333,6 @@ def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
 # -----------------------------------------------------------------------------
 # a run
 
-class Run(NamedTuple):
-    """What the loop uses; build_run() makes it."""
-    cfg: TrainConfig
-    env: Env
-    model: GPT
-    eval_model: torch.nn.Module  # the model, compiled if that pays
-    train_model: torch.nn.Module  # the model, compiled if enabled, and data parallel
-    batches: Batches
-    splits: dict  # {'train': split, 'val': split}
-    byte_counts: np.ndarray | None  # UTF-8 bytes of each token id
-    optimizers: list
-    scaler: torch.amp.GradScaler
-    state: RunState
-    record: dict  # settings, tokenizer, data and machine, for the checkpoint
-
-
 class Start(NamedTuple):
     """The model that a run starts with."""
     model: GPT
@@ -412,83 +382,77 @@ def check_masks(c, cfg, env):
                          f'compile=False, and it fails here: {failure}')
 
 
-def open_byte_table(meta, vocab_size, env):
-    """Return the UTF-8 bytes of each token id; None if the tokenizer is not available to all processes."""
-    table = None
-    try:
-        table = byte_table(meta, vocab_size)
-    except ValueError as e:
-        print0(f'bits per byte: not reported, because {e}')
-    return None if env.any(table is None) else table
+class Run:
+    """What the loop uses, ready to train except for the folder of the run."""
 
-
-def build_run(settings, datasets, env):
-    """Make the Run, ready to train except for its folder."""
-    cfg, latest = settings.train, settings.latest
-    checkpoint = latest.checkpoint if latest else {}
-    model, origin, base = build_model(settings, datasets[0], env)
-    T, vocab_size = model.config.block_size, model.config.vocab_size
-    check_masks(model.config, cfg, env)
-    splits = {}
-    for name in ('train', 'val'):
-        splits[name] = open_split(datasets, name, T, cfg.pack_rows)
-        for part in splits[name].splits:
-            part.check_ids(vocab_size)
-    record = record_of(settings, model, datasets, splits, env)
-    if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
-        record['hf_config'] = origin['hf_config']
-    if latest:
-        compare_record(record, checkpoint, cfg.dataset)
-    if base:  # adapters are trained
-        record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
-        print0(describe_adapters(record['lora'], model, env.dtype))
+    def __init__(self, settings, datasets, env):
+        self.cfg, self.env = settings.train, env
+        cfg, meta = self.cfg, datasets[0].meta
+        checkpoint = settings.latest.checkpoint if settings.latest else {}
+        self.model, origin, base = build_model(settings, datasets[0], env)
+        model = self.model
+        T, vocab_size = model.config.block_size, model.config.vocab_size
+        check_masks(model.config, cfg, env)
+        self.splits = {}
+        for name in ('train', 'val'):
+            self.splits[name] = open_split(datasets, name, T, cfg.pack_rows)
+            for part in self.splits[name].splits:
+                part.check_ids(vocab_size)
+        # settings, tokenizer, data and machine, for the checkpoint
+        self.record = record_of(settings, model, datasets, self.splits, env)
+        if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
+            self.record['hf_config'] = origin['hf_config']
         if checkpoint:
-            model.load_weights({**model.state_dict(), **checkpoint['model']})  # which has the adapters alone
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
-    if cfg.shard == 'none' or env.world == 1:
-        model.to(env.device)  # otherwise shard_model() moves this process's rows
-    model.compute_dtype = env.dtype
-    batch_cfg = cfg
-    global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
-    if cfg.auto_batch and not cfg.eval_only:
-        size = choose_batch_size(model, splits['train'], env, cfg)
-        accumulation = global_batch // size
-        batch_cfg = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=accumulation)
-        print0(f'auto_batch: micro-batches of {counted(size, "sequence")}')
-    state = RunState()
-    if checkpoint:
-        state = state_from(checkpoint)
-    elif cfg.eval_only:
-        state.iter_num = origin.get('iter_num', 0)
-    batches = Batches(splits['train'], batch_cfg, env, state.shift(T, global_batch))
-    set_loss_and_feedback(model, batches.micro_batch * T, cfg, env)
-    eval_model, train_model = wrap(model, cfg, env)
-    # after wrap(), which may divide the parameters among processes
-    optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
-    scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
-    if checkpoint and not cfg.eval_only:
-        restore(checkpoint, optimizers, scaler)
-    for name in ('model', *OPTIMIZERS):  # free their memory: the settings hold the checkpoint
-        checkpoint.pop(name, None)
-    check_same_step(state.iter_num, env)
-    byte_counts = open_byte_table(datasets[0].meta, vocab_size, env)
-    if base and byte_counts is not None and record.get('template') and not settings.lora.lora_embeddings:
-        tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
-        note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
-        if note:
-            print0(note)
-    return Run(cfg, env, model, eval_model, train_model, batches, splits, byte_counts, optimizers, scaler,
-               state, record)
-
-
-def set_loss_and_feedback(model, num_tokens, cfg, env):
-    """Set how a model computes the loss of num_tokens, a micro-batch, and the gradient."""
-    set_loss(model, num_tokens, cfg, env)
-    if cfg.feedback == 'dfa':
-        model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
-    if cfg.ortho_penalty and 'K' not in model.config.mixers():
-        raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'; remove it")
+            compare_record(self.record, checkpoint, cfg.dataset)
+        if base:  # adapters are trained
+            self.record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
+            print0(describe_adapters(self.record['lora'], model, env.dtype))
+            if checkpoint:
+                # the checkpoint has the adapters alone
+                model.load_weights({**model.state_dict(), **checkpoint['model']})
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
+        if cfg.shard == 'none' or env.world == 1:
+            model.to(env.device)  # otherwise shard_model() moves this process's rows
+        model.compute_dtype = env.dtype
+        batch_cfg = cfg
+        global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
+        if cfg.auto_batch and not cfg.eval_only:
+            size = choose_batch_size(model, self.splits['train'], env, cfg)
+            accumulation = global_batch // size
+            batch_cfg = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=accumulation)
+        self.state = RunState()
+        if checkpoint:
+            self.state = state_from(checkpoint)
+        elif cfg.eval_only:
+            self.state.iter_num = origin.get('iter_num', 0)
+        self.batches = Batches(self.splits['train'], batch_cfg, env, self.state.shift(T, global_batch))
+        set_loss(model, self.batches.micro_batch * T, cfg, env)
+        if cfg.feedback == 'dfa':
+            model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
+        if cfg.ortho_penalty and 'K' not in model.config.mixers():
+            raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'; remove it")
+        self.eval_model, self.train_model = wrap(model, cfg, env)
+        # after wrap(), which may divide the parameters among processes
+        self.optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
+        self.scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
+        if checkpoint and not cfg.eval_only:
+            restore(checkpoint, self.optimizers, self.scaler)
+        for name in ('model', *OPTIMIZERS):  # free their memory: the settings hold the checkpoint
+            checkpoint.pop(name, None)
+        distributed.check_same_step(self.state.iter_num, env)
+        self.byte_counts = None  # UTF-8 bytes of each token id, where all processes know them
+        try:
+            self.byte_counts = byte_table(meta, vocab_size)
+        except ValueError as e:
+            print0(f'bits per byte: not reported, because {e}')
+        if env.any(self.byte_counts is None):
+            self.byte_counts = None
+        elif base and self.record.get('template') and not settings.lora.lora_embeddings:
+            tokenizer = tokenizer_from(meta['tokenizer'])
+            note = note_untrained_end(model.lm_head.weight, self.record['template'], tokenizer, base['base'])
+            if note:
+                print0(note)
 
 
 # -----------------------------------------------------------------------------
@@ -615,7 +579,7 @@ def main(argv=None):
             check_start(cfg.init_from)
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
         env = setup(cfg)
-        run = build_run(settings, datasets, env)
+        run = Run(settings, datasets, env)
         return execute(run, settings, datasets[0].meta)
     except (RuntimeError, MemoryError) as e:
         if env is None or not out_of_memory(e):
@@ -626,7 +590,7 @@ def main(argv=None):
         if run:
             release_mesh(run.model)
         run = None  # DDP and FSDP hold the process group
-        close_process_group(sys.exc_info()[0] is not None)
+        distributed.close_process_group(sys.exc_info()[0] is not None)
 
 
 def execute(run, settings, meta):

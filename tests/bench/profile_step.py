@@ -35,7 +35,7 @@ def main():
     settings = train.read_settings()
     cfg = settings.train
     env = train.setup(cfg)
-    run = train.build_run(settings, train.open_datasets(cfg.dataset, cfg.data_dir), env)
+    run = train.Run(settings, train.open_datasets(cfg.dataset, cfg.data_dir), env)
     run_steps(run, 0, WARM)
     seconds, waited = run_steps(run, WARM, TIMED), run.batches.waited
     activities, sort_by = [ProfilerActivity.CPU], 'self_cpu_time_total'

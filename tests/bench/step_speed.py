@@ -57,7 +57,7 @@ def write_data(folder, vocab_size, num_tokens):
 # one turn of a side, in a process of its own
 
 def our_step(a, folder, device):
-    """Return the step of a run that train.build_run() puts together."""
+    """Return the step of a run that train.Run() puts together."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -74,7 +74,7 @@ def our_step(a, folder, device):
     datasets[0].meta['foreign'] = True  # a shape may have fewer ids than its tokenizer
     if 'mode' in a:
         torch.compile = partial(torch.compile, mode=a['mode'])
-    run = train.build_run(settings, datasets, env)
+    run = train.Run(settings, datasets, env)
     if not a.get('fused', True):
         class Unfused(torch.optim.AdamW):
             found_inf = property(lambda self: None, lambda self, skipped: None)  # only fused kernels take it
