@@ -541,19 +541,27 @@ def train(run, schedule, checkpoints, log, stop):
             meter.check(step, cfg)
             log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
-            meter.began += deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits,
-                                                       cfg, batches.micro_batch)
-            last_step = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
-            if last_step is not None:  # the decay begins
-                print0(f'time budget: decaying the learning rate over steps {step:,}-{last_step:,}')
-                state.decay_start, state.max_iters = step, last_step
-                schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift,
-                                         state)
-                if env.rank == 0:
-                    write_config(cfg.out_dir, run.record['config'], schedule)
-                save_is_due = True  # a resume must keep the decision
+            schedule = decide_length(run, schedule, deadline, meter, checkpoints)
+            save_is_due = save_is_due or not schedule.is_open  # a resume must keep the decision
     log.end(state, is_last and not stop.by_signal(), out_of_patience, run.record.get('template'))
     return stop.exit_code()
+
+
+def decide_length(run, schedule, deadline, meter, checkpoints):
+    """Begin the decay of an open time budget after a step if it is time. Returns the schedule."""
+    cfg, state, env, batches = run.cfg, run.state, run.env, run.batches
+    step = state.iter_num
+    meter.began += deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
+                                               batches.micro_batch)
+    last_step = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
+    if last_step is None:
+        return schedule
+    state.decay_start, state.max_iters = step, last_step
+    schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, state)
+    print0(f'time budget: decaying the learning rate over steps {step:,}-{last_step:,}')
+    if env.rank == 0:
+        write_config(cfg.out_dir, run.record['config'], schedule)
+    return schedule
 
 
 def meta_model(settings, dataset):
