@@ -17,7 +17,7 @@ from hotloop.system.distributed import Env
 from hotloop.system.text import duration, file_size
 from hotloop.training.checkpoint import RunState
 from hotloop.training.dataloader import open_split
-from hotloop.training.memory import asked_chunks, choose_loss_chunks
+from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import matrix_rows
 from hotloop.training.schedule import plan_schedule
 from hotloop.training.shard import set_blocks
@@ -169,10 +169,12 @@ def memory_of(config, cfg, lora, env, memory):
         optimizer -= sum(p.nbytes for p in matrix_rows(model))
     if cfg.optimizer == 'adamw8bit':  # a byte for each moment, and two scales for 256 values
         optimizer = weights // 2 + weights // 128
-    chunks = choose_loss_chunks(asked_chunks(cfg), cfg.batch_size * model.config.block_size,
-                                model.config.vocab_size, env, not model.lm_head.weight.requires_grad, memory)
-    activations = activation_bytes(model.config, cfg.batch_size, env.dtype, chunks, cfg.recompute, lora,
-                                   ahead=cfg.multi_token > 0)
+    c = model.config
+    frozen = not model.lm_head.weight.requires_grad
+    ahead = cfg.multi_token > 0
+    chunks = choose_loss_chunks(cfg.loss_chunks, cfg.batch_size * c.block_size, c.vocab_size, env, frozen,
+                                memory, ahead)
+    activations = activation_bytes(c, cfg.batch_size, env.dtype, chunks, cfg.recompute, lora, ahead)
     gradients = weights
     if cfg.gradient_accumulation_steps == 1:  # they take the place of activations
         gradients = max(weights - activations, 0)

@@ -18,21 +18,17 @@ FROZEN_CHUNK = {'cpu': 128, 'cuda': 1024, 'mps': 1024}
 MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
 
-def asked_chunks(cfg):
-    """Return the loss_chunks of the settings. multi_token needs the logits of all positions at once."""
-    if cfg.multi_token and cfg.loss_chunks == 'auto':
-        return 1
-    return cfg.loss_chunks
-
-
-def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False, memory=None):
+def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False, memory=None, ahead=False):
     """
     Return the number of chunks in which a head, frozen or not, and the loss of num_tokens are
     computed. auto: one, which is fastest, unless the logits would take more than a quarter of the
-    memory (None: that of the device); then as many as reduce them to a sixteenth.
+    memory (None: that of the device); then as many as reduce them to a sixteenth. ahead: multi_token
+    needs all of them at once.
     """
     if asked != 'auto':
         return min(asked, num_tokens)
+    if ahead:
+        return 1
     memory = memory or device_memory(env.device)
     per_logit = EAGER_LOGIT
     if env.compile:  # logit and gradient in the dtype; a compiled step stores no float32 copies
@@ -49,8 +45,8 @@ def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False, memory=
 
 def set_loss(model, num_tokens, cfg, env):
     """Set the chunks of the loss of num_tokens, and the weights of later tokens if multi_token is set."""
-    model.loss_chunks = choose_loss_chunks(asked_chunks(cfg), num_tokens, model.config.vocab_size, env,
-                                           frozen=not model.lm_head.weight.requires_grad)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, num_tokens, model.config.vocab_size, env,
+                                           not model.lm_head.weight.requires_grad, ahead=cfg.multi_token > 0)
     if cfg.multi_token:
         if model.loss_chunks > 1:
             raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
