@@ -139,14 +139,6 @@ def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path):
     assert same(copy, saved(undisturbed)) and not same(checkpoint, copy)
 
 
-def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
-    checkpoint = load_checkpoint(str(path))
-    assert set(checkpoint) == {'model', 'optimizer', 'scaler', 'model_args', 'iter_num', 'best_val_loss',
-                               'config', 'state', 'tokenizer'}
-    tied = [checkpoint['model'][name].data_ptr() for name in ('lm_head.weight', 'transformer.wte.weight')]
-    assert tied[0] == tied[1], 'the tied matrix was saved twice'
-
-
 def test_weights_that_are_not_finite_are_not_saved():
     run = tiny_run()
     run.model.transformer.wte.weight.data[0, 0] = math.nan

@@ -12,8 +12,6 @@ from conftest import error_of, load, noise, rows, same, write_bins
 
 import prepare
 from hotloop.data.dataset import Dataset, read_meta
-from hotloop.data.tokenizer import tokenizer_from
-from hotloop.inference.texts import turn_ids
 from hotloop.training.dataloader import Packed, Split, open_split, pack
 from model import GPT
 
@@ -90,27 +88,6 @@ def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir, capsys):
     words = rf'block_size=3 is too small for the rows of .*train\.bin, .* --block_size={lengths.min() - 1}'
     with pytest.raises(ValueError, match=words):
         open_rows(data_dir, T=3)
-
-
-def test_a_row_is_trained_as_it_is_prompted(data_dir):
-    """The ids of sample.py's prompt with the same turns, from the first on."""
-    split, meta = open_rows(data_dir), read_meta(str(data_dir / 'chats'))
-    tokenizer = tokenizer_from(meta['tokenizer'])
-    x, y, documents = split.gather(np.arange(split.num_windows))
-    trained = {}  # {ids before the answer: ids of the answer}
-    for window in range(len(x)):
-        for number in range(len(split.rows[window])):
-            here = documents[window] == number
-            answer = y[window, here] >= 0
-            trained[tuple(x[window, here][:answer.argmax() + 1])] = y[window, here][answer]
-    found = 0
-    for i in range(60):
-        turns = [(message['role'], message['content']) for message in row_of(i)['messages']]
-        prompt = tuple(turn_ids(tokenizer, turns[:1], 'chatml'))
-        found += prompt in trained
-        if prompt in trained and i % 4:  # other rows have equal questions
-            assert tokenizer.decode(trained[prompt][:-2].tolist()).decode() == turns[1][1]
-    assert found > 40
 
 
 ROWS = dict(dataset='chats', block_size=T, pack_rows=True)
