@@ -269,14 +269,13 @@ def tokenizer_from(spec):
 
 def spec_of(record):
     """
-    Return the tokenizer's spec in a meta.json or a checkpoint, or None. Older ones hold `bos` and
-    the stops (`ends`) beside the spec, whose own `bos` is only a name.
+    Return the tokenizer's spec in a meta.json or a checkpoint, or None. Older ones hold `bos` beside
+    the spec, whose own `bos` is only a name, and no stops.
     """
     spec = record.get('tokenizer')
     if not spec or 'stops' in spec:
         return spec
-    stops = [i for i in record.get('ends', ()) if i != spec.get('eot')]
-    spec = {**spec, 'bos': record.get('bos'), 'stops': stops}
+    spec = {**spec, 'bos': record.get('bos'), 'stops': []}
     spec.pop('nfc', None)
     return spec
 
