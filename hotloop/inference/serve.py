@@ -82,6 +82,7 @@ class Server(ThreadingHTTPServer):
 
     def read_job(self, body, is_chat):
         """Read the Job in the body of a request. Raises ValueError if it cannot be done."""
+        tokenizer = self.opened.tokenizer
         settings = {'seed': next(self.seeds)}
         settings |= {ours: body[name] for name, ours in SETTINGS.items() if body.get(name) is not None}
         if settings.get('top_k') in (0, -1):  # other servers turn it off by these
@@ -93,31 +94,27 @@ class Server(ThreadingHTTPServer):
         for name, value in UNSUPPORTED.items():
             if body.get(name) not in (None, value):
                 raise ValueError(f'{name}={json.dumps(body[name])[:50]} is not supported')
+        template = 'plain'
         if is_chat:
-            ids = self.read_chat(body.get('messages'), cfg)
+            template = self.opened.template
+            if template not in TEMPLATES:
+                raise ValueError('the chat template of the model is not known; '
+                                 f'use {COMPLETIONS}, or start the server with --template')
+            _, turns = read_row({'messages': body.get('messages')}, 'messages')
+            if 'user' not in dict(turns):
+                raise ValueError('messages must be a list of {"role": ..., "content": ...} with a user turn')
+            _, ids = fit_turns(self.opened, turns, template, cfg.max_new_tokens)  # may drop the oldest
         else:
             prompt = body.get('prompt')
             if isinstance(prompt, list) and len(prompt) == 1:  # LangChain sends one as a list
                 prompt = prompt[0]
-            ids = prompt_ids(self.opened.tokenizer, check_text(prompt, 'prompt'))
-        stops = split_stops(cfg.stop, self.opened.template if is_chat else 'plain')
+            ids = prompt_ids(tokenizer, check_text(prompt, 'prompt'))
+        stops = split_stops(cfg.stop, template)
         asked = body.get('stop') or []
         for stop in asked if isinstance(asked, list) else [asked]:
             stops.append(check_text(stop, 'stop'))
-        text = Text(Prompt('', '', ids, [stop for stop in stops if stop]), cfg.seed, self.opened.tokenizer)
-        return Job(text, sampling_of(cfg, self.opened.tokenizer, is_chat), queue.SimpleQueue())
-
-    def read_chat(self, messages, cfg):
-        """Encode the messages of a chat up to the answer; the oldest are dropped if all do not fit."""
-        template = self.opened.template
-        if template not in TEMPLATES:
-            raise ValueError(f'the chat template of the model is not known; use {COMPLETIONS}, or start the '
-                             'server with --template')
-        _, turns = read_row({'messages': messages}, 'messages')
-        if 'user' not in dict(turns):
-            raise ValueError('messages must be a list of {"role": ..., "content": ...} with a user turn')
-        _, ids = fit_turns(self.opened, turns, template, cfg.max_new_tokens)
-        return ids
+        text = Text(Prompt('', '', ids, [stop for stop in stops if stop]), cfg.seed, tokenizer)
+        return Job(text, sampling_of(cfg, tokenizer, is_chat), queue.SimpleQueue())
 
 
 class Handler(BaseHTTPRequestHandler):
