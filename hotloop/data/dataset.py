@@ -85,6 +85,8 @@ def read_meta_pkl(path):
             meta = PlainUnpickler(f).load()
         vocab_size = int(meta['vocab_size'])
         itos = meta.get('itos', {})
+        if isinstance(itos, list):
+            itos = dict(enumerate(itos))
         last = max(itos, default=vocab_size - 1)
         if not 0 <= last < vocab_size <= MAX_VOCAB:
             raise ValueError(f'vocab_size={vocab_size} for ids up to {last}')

@@ -161,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
             if not isinstance(body, dict):
                 raise ValueError('the body is not a JSON object')
             job = self.server.read_job(body, self.path == CHAT)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:  # the latter for very deep JSON
             return self.send_error(400, e)
         self.server.jobs.put(job)
         try:

@@ -17,7 +17,7 @@ SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA,
 # The keys of a config.json that change what transformers computes and that have no setting here,
 # each with the values that GPT computes; a missing key has the first one.
 LLAMA_KEYS = {'hidden_act': ['silu'], 'attention_bias': [False], 'mlp_bias': [False],
-              'partial_rotary_factor': [None, 1], 'use_sliding_window': [None, False]}
+              'partial_rotary_factor': [None, 1]}
 GEMMA_KEYS = {'hidden_activation': ['gelu_pytorch_tanh'], 'attention_bias': [False],
               'use_bidirectional_attention': [None, False]}
 GPT2_KEYS = {'activation_function': list(MLP_OF), 'scale_attn_weights': [True],
@@ -114,12 +114,16 @@ def check_keys(config, supported, path):
 
 def pattern_of(config, kind):
     """Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none."""
-    if config.get('sliding_window') is None or kind not in ('mistral', 'gemma2', 'gemma3_text'):
+    is_off = kind.startswith('qwen') and not config.get('use_sliding_window')
+    if config.get('sliding_window') is None or kind in ('llama', 'nanochat') or is_off:
         return 'L'
     if config.get('layer_types'):
         return ''.join(LETTERS[name] for name in config['layer_types'])
     if kind == 'mistral':
         return 'S'
+    if kind.startswith('qwen'):
+        first = min(config.get('max_window_layers', 28), config['num_hidden_layers'])
+        return 'L' * first + 'S' * (config['num_hidden_layers'] - first)
     return 'S' * (config['sliding_window_pattern'] - 1) + 'L'
 
 
@@ -137,6 +141,7 @@ def rope_of(config, has_local, path):
         settings['rope_context'] = rope['original_max_position_embeddings']
     if has_local:
         local = rope.get('sliding_attention', {'rope_theta': config['rope_local_base_freq']})
+        check_keys(local, {'rope_type': ['default']}, path)
         settings['rope_local_base'] = float(local['rope_theta'])
     return settings
 
@@ -172,6 +177,8 @@ def our_name(name, kind):
     """
     if kind == 'gpt2':
         return (name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'), 0
+    if not name.startswith(('model.', 'lm_head.')):  # saved without its head
+        name = f'model.{name}'
     layer = re.fullmatch(r'model\.layers\.(\d+)\.(.+)\.(weight|bias)', name)
     if layer:
         for ours, theirs in BLOCKS[kind].items():

@@ -42,6 +42,7 @@ CASES = {
     'mistral': ('mistral', dict(head_dim=16, rope_parameters=rope(500.0), **WINDOW)),
     'mistral 0.3': ('mistral', dict(sliding_window=None)),
     'qwen2': ('qwen2', dict(rope_parameters=rope(500.0))),
+    'qwen2 with windows': ('qwen2', dict(use_sliding_window=True, max_window_layers=1, **WINDOW)),
     'qwen3': ('qwen3', dict(head_dim=16, rope_parameters=rope(500.0))),
     'gemma2': ('gemma2', dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0, **GEMMA)),
     'gemma3': ('gemma3_text', dict(num_hidden_layers=7, rope_parameters={
@@ -184,7 +185,6 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('llama', {'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4} is not supported"),
     ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
     ('llama', {'is_causal': False}, 'is_causal=False is not supported, only True'),
-    ('qwen2', {'use_sliding_window': True}, 'use_sliding_window=True is not supported, only False'),
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
