@@ -38,7 +38,7 @@ def two_processes(m):
     def open_process_group(backend, device):
         raise ValueError(f'backend {backend}')
     m.setenv('WORLD_SIZE', '2')
-    m.setattr(train, 'open_process_group', open_process_group)
+    m.setattr(train.distributed, 'open_process_group', open_process_group)
 
 
 def fake_compile(m):
