@@ -498,7 +498,7 @@ def train(run, schedule, checkpoints, log, stop):
                 stopping = True
             else:
                 # the lowest loss whose best.pt was written, because others do not count
-                state.best_val_loss = env.broadcast(checkpoints.written_best())
+                state.best_val_loss = env.broadcast(checkpoints.wait())
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
                 log.evaluation(step, evaluation)
@@ -554,7 +554,8 @@ def decide_length(run, schedule, deadline, meter, checkpoints):
     meter.began += deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
                                                batches.micro_batch)
     last_step = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
-    if last_step is None:
+    last_step = int(env.broadcast(last_step))  # by the clock of rank 0
+    if not last_step:
         return schedule
     state.decay_start, state.max_iters = step, last_step
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, state)
@@ -641,7 +642,8 @@ def execute(run, settings, meta):
     finally:
         log.close(run.state.iter_num)
         if env.rank == 0:
-            checkpoints.close()
+            checkpoints.wait()
+            checkpoints.copy()  # the last lines of the log, too
         for lock in locks:
             lock.close()
 

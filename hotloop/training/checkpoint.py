@@ -122,13 +122,12 @@ class Latest(NamedTuple):
     checkpoint: dict
     path: str
     damaged: list  # the paths of newer ones
-    written: int  # when it was, in ns
 
 
 class Checkpoints:
     """
     The checkpoints of a run folder: best.pt, the latest ckpt.pt and the one before, which rank 0
-    has. A thread writes them, and the next save or close() reports how that ended.
+    has. A thread writes them, and the next save or wait() reports how that ended.
     """
 
     def __init__(self, folder, saved_step=None, mirror=None, best_loss=math.inf):
@@ -145,14 +144,11 @@ class Checkpoints:
         paths = checkpoint_paths(self.folder)
         if not paths:
             raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from=scratch')
-        written = {path: os.stat(path).st_mtime_ns for path in paths}
         path, checkpoint = first_intact(paths, load_checkpoint)
-        return Latest(checkpoint, path, paths[:paths.index(path)], written[path])
+        return Latest(checkpoint, path, paths[:paths.index(path)])
 
     def promote(self, latest):
         """Make the checkpoint of a resume the latest one, and rename the damaged ones."""
-        if os.stat(latest.path).st_mtime_ns != latest.written:  # by a process that was about to end
-            raise ValueError(f'{latest.path} was written again in the meantime; run the command again')
         for path in latest.damaged:
             os.replace(path, path + '.damaged')
         newest, best = (os.path.join(self.folder, name) for name in ('ckpt.pt', 'best.pt'))
@@ -175,13 +171,17 @@ class Checkpoints:
             self.saving = self.writer.submit(self.write, snapshot(checkpoint), best)
 
     def wait(self):
-        """Wait for the save under way and print its failure."""
+        """
+        Wait for the save under way and print its failure. Returns the loss of the last best.pt that could be
+        written.
+        """
         saving, self.saving = self.saving, None
         try:
             if saving:
                 saving.result()
         except ValueError as e:
             print0(f'{e}; training continues')
+        return self.best_loss
 
     def write(self, checkpoint, best):
         """
@@ -212,16 +212,6 @@ class Checkpoints:
                 os.remove(path)
             self.copy()
             self.seconds = host.process_seconds() - began
-
-    def written_best(self):
-        """Wait for the save under way. Returns the loss of the last best.pt that could be written."""
-        self.wait()
-        return self.best_loss
-
-    def close(self):
-        """Wait for the save under way, and copy the last lines of the log to the mirror."""
-        self.wait()
-        self.copy()
 
     def copy(self):
         """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""

@@ -104,7 +104,7 @@ def ahead_weights(first, share):
 class Deadline:
     """
     Decide once when the rate of a run with a time budget decays: when the time left is what the last
-    decay_fraction of the steps take, with their evaluations and saves. Rank 0's clock counts.
+    decay_fraction of the steps take, with their evaluations and saves.
     """
 
     def __init__(self, minutes, state, env):
@@ -125,13 +125,9 @@ class Deadline:
 
     def last_step(self, step, schedule, save, eval_interval):
         """
-        Return the last step if the decay begins after this one, otherwise None. save: seconds. All
-        processes call it after each step of an open schedule.
+        Return the last step if the decay begins after this one, otherwise 0, by the clock of this process.
+        save: seconds. To be called after each step of an open schedule.
         """
-        return int(self.env.broadcast(self.decide(step, schedule, save, eval_interval))) or None
-
-    def decide(self, step, schedule, save, eval_interval):
-        """Decide as last_step() does, by the clock of this process. Returns 0 for None."""
         self.laps.append(host.process_seconds() - self.excluded)
         if self.left() <= 0:
             return step

@@ -69,12 +69,12 @@ def test_a_lost_best_pt_is_written_at_the_next_evaluation(tmp_path):
         run.save(checkpoint(3) | {'best_val_loss': 1.0}, best=True, final=True)
     for step in (3, 4):
         latest = run.latest().checkpoint
-        assert run.written_best() == 2.0 and (latest['iter_num'], latest['best_val_loss']) == (step, 2.0)
+        assert run.wait() == 2.0 and (latest['iter_num'], latest['best_val_loss']) == (step, 2.0)
         assert ('evaluated_at' in latest['state']) == (step == 3)  # -1: evaluated again
         run.save(checkpoint(4) | {'best_val_loss': 1.0}, best=False, final=True)
     best.rmdir()
     run.save(checkpoint(5) | {'best_val_loss': 1.5}, best=True, final=True)
-    assert run.written_best() == 1.5 and load_checkpoint(str(best))['iter_num'] == 5
+    assert run.wait() == 1.5 and load_checkpoint(str(best))['iter_num'] == 5
 
 
 # -----------------------------------------------------------------------------
@@ -182,12 +182,3 @@ def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, capsys):
     (tmp_path / 'drive').unlink()
     run.copy()
     assert names(tmp_path / 'drive') == ['ckpt.pt', 'log.jsonl']
-
-
-def test_a_checkpoint_that_was_written_while_the_resume_began_is_not_replaced(tmp_path):
-    """By a process that was about to end."""
-    run = save_run(tmp_path / 'out')
-    latest = run.latest()
-    path = tmp_path / 'out' / 'ckpt.pt'
-    os.utime(path, ns=(0, latest.written + 1))
-    assert 'written again' in error_of(run.promote, latest)
