@@ -218,7 +218,8 @@ def read_lines():
 
 
 def examine(opened, cfg):
-    """Diagnose the model."""
+    """Diagnose the model, with weights in float32."""
+    opened.gpt.to(opened.device).eval().compute_dtype = opened.dtype
     settings = opened.weights.checkpoint.get('config', {})
     matrices = None
     if settings.get('feedback') == 'dfa':
@@ -279,8 +280,8 @@ def main(argv=None):
           f'device: {opened.device}, {str(opened.dtype).removeprefix("torch.")}', file=sys.stderr)
     command = next((COMMANDS[name] for name in COMMANDS if getattr(cfg, name)), sample)
     try:
-        if not cfg.export:  # which takes the weights as they are
-            opened.prepare(pack=not cfg.diagnose)  # whose gradients packed weights lack
+        if not (cfg.export or cfg.diagnose):  # which take the weights as they are
+            opened.prepare()
         command(opened, cfg)
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):

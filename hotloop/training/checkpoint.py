@@ -122,6 +122,7 @@ class Latest(NamedTuple):
     checkpoint: dict
     path: str
     damaged: list  # the paths of newer ones
+    written: int  # when it was, in ns
 
 
 class Checkpoints:
@@ -144,11 +145,14 @@ class Checkpoints:
         paths = checkpoint_paths(self.folder)
         if not paths:
             raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from=scratch')
+        written = {path: os.stat(path).st_mtime_ns for path in paths}
         path, checkpoint = first_intact(paths, load_checkpoint)
-        return Latest(checkpoint, path, paths[:paths.index(path)])
+        return Latest(checkpoint, path, paths[:paths.index(path)], written[path])
 
     def promote(self, latest):
         """Make the checkpoint of a resume the latest one, and rename the damaged ones."""
+        if os.stat(latest.path).st_mtime_ns != latest.written:  # by a process that was about to end
+            raise ValueError(f'{latest.path} was written again in the meantime; run the command again')
         for path in latest.damaged:
             os.replace(path, path + '.damaged')
         newest, best = (os.path.join(self.folder, name) for name in ('ckpt.pt', 'best.pt'))

@@ -182,3 +182,12 @@ def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, capsys):
     (tmp_path / 'drive').unlink()
     run.copy()
     assert names(tmp_path / 'drive') == ['ckpt.pt', 'log.jsonl']
+
+
+def test_a_checkpoint_that_was_written_while_the_resume_began_is_not_replaced(tmp_path):
+    """By a process that was about to end."""
+    run = save_run(tmp_path / 'out')
+    latest = run.latest()
+    path = tmp_path / 'out' / 'ckpt.pt'
+    os.utime(path, ns=(0, latest.written + 1))
+    assert 'written again' in error_of(run.promote, latest)
