@@ -1,7 +1,6 @@
 """The laws of the house: imports run one way. Read with ast, so nothing is imported."""
 
 import ast
-import functools
 import graphlib
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ SOURCES = {'.'.join(path.relative_to(ROOT).with_suffix('').parts): path.read_tex
            for path in (*ROOT.glob('*.py'), *(ROOT / 'hotloop').rglob('*.py'))}
 
 
-@functools.cache
 def imports(source):
     """
     The names that a source imports anywhere, lazy imports too: of `from a import b` both a and a.b. With a
@@ -36,11 +34,10 @@ def folder_of(name):
     return folder if package == 'hotloop' and folder in BELOW else None
 
 
-def broken_laws(sources):
-    """List a sentence for each law that sources, {module: text}, break."""
-    needs = {name: imports(text) for name, text in sources.items()}
+def test_the_laws_hold():
+    needs = {name: imports(text) for name, text in SOURCES.items()}
     broken = []
-    for name in sources:
+    for name in SOURCES:
         folder = folder_of(name)
         forbidden = set(COMMANDS)
         if folder:
@@ -61,17 +58,13 @@ def broken_laws(sources):
     reached, waiting = set(), ['prepare']
     while waiting:
         name = waiting.pop()
-        if name in sources and name not in reached:
+        if name in SOURCES and name not in reached:
             reached.add(name)
             waiting += needs[name]
             if any(other.split('.')[0] == 'torch' for other in needs[name]):
                 broken.append(f'prepare reaches {name}, which imports torch')
     try:
-        graphlib.TopologicalSorter({name: needs[name] & sources.keys() for name in sources}).prepare()
+        graphlib.TopologicalSorter({name: needs[name] & SOURCES.keys() for name in SOURCES}).prepare()
     except graphlib.CycleError as e:
         broken.append(f'a circle of imports: {" <- ".join(e.args[1])}')
-    return broken
-
-
-def test_the_laws_hold():
-    assert broken_laws(SOURCES) == []
+    assert broken == []
