@@ -288,7 +288,7 @@ def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
     Update the weights once. Returns a StepResult. The loss is the mean over the unmasked targets of the
     global batch, even if masks are uneven across micro-batches and processes.
 
-    data: what Batches.step() returned. penalty: the current ortho_penalty.
+    data: the StepData of Batches.step(). penalty: the current ortho_penalty.
     """
     num_targets, loaders = data
     params = trainable(model)
@@ -382,6 +382,16 @@ def check_masks(c, cfg, env):
                          f'compile=False, and it fails here: {failure}')
 
 
+def open_byte_table(meta, vocab_size, env):
+    """Return the UTF-8 bytes of each token id; None if the tokenizer is not available to all processes."""
+    table = None
+    try:
+        table = byte_table(meta, vocab_size)
+    except ValueError as e:
+        print0(f'bits per byte: not reported, because {e}')
+    return None if env.any(table is None) else table
+
+
 class Run:
     """What the loop uses, ready to train except for the folder of the run."""
 
@@ -441,14 +451,9 @@ class Run:
         for name in ('model', *OPTIMIZERS):  # free their memory: the settings hold the checkpoint
             checkpoint.pop(name, None)
         distributed.check_same_step(self.state.iter_num, env)
-        self.byte_counts = None  # UTF-8 bytes of each token id, where all processes know them
-        try:
-            self.byte_counts = byte_table(meta, vocab_size)
-        except ValueError as e:
-            print0(f'bits per byte: not reported, because {e}')
-        if env.any(self.byte_counts is None):
-            self.byte_counts = None
-        elif base and self.record.get('template') and not settings.lora.lora_embeddings:
+        self.byte_counts = open_byte_table(meta, vocab_size, env)
+        learns_end = base and self.record.get('template') and not settings.lora.lora_embeddings
+        if learns_end and self.byte_counts is not None:
             tokenizer = tokenizer_from(meta['tokenizer'])
             note = note_untrained_end(model.lm_head.weight, self.record['template'], tokenizer, base['base'])
             if note:
@@ -532,7 +537,7 @@ def train(run, schedule, checkpoints, log, stop):
                                       penalty)
         if result is None:  # a signal ended it; the next round saves and stops
             continue
-        meter.add(result, num_targets=data[0])
+        meter.add(result, data.num_targets)
         step += 1
         state.iter_num = step
         state.tokens_seen += batches.global_batch * batches.split.T

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -342,6 +343,12 @@ def upload(array, device):
     return tensor.to(device)
 
 
+class StepData(NamedTuple):
+    """The data of a step."""
+    num_targets: int  # unmasked targets of the global batch
+    loaders: list  # a function for each micro-batch of this process: Batches.load()
+
+
 class Batches:
     """The micro-batches of this process: of a split that a GPU holds, or read while it computes."""
 
@@ -364,10 +371,7 @@ class Batches:
         return step * self.global_batch + self.shift
 
     def step(self, step):
-        """
-        Return the number of unmasked targets of a step, counted from 0, in the global batch, and load() as a
-        function for each micro-batch of this process.
-        """
+        """Return the StepData of a step, counted from 0."""
         index = np.arange(self.windows_before(step), self.windows_before(step + 1))
         starts = self.split.starts(self.seed, index)
         num_targets = self.split.num_targets(starts)
@@ -375,7 +379,7 @@ class Batches:
         if self.on_device:
             starts = upload(starts, self.env.device)  # before the GPU is busy with this step
         loaders = [functools.partial(self.load, step, n, starts[n]) for n in range(self.accumulation)]
-        return num_targets, loaders
+        return StepData(num_targets, loaders)
 
     def load(self, step, micro, starts):
         """Return gather()'s tensors of a micro-batch on the device, and the seed of its dropout."""
