@@ -1,4 +1,4 @@
-# a modern GPT with the width and depth of GPT-2 124M: rotary positions, QK-norm, ReLU^2, Muon
+# a modern GPT with the width and depth of GPT-2 124M: what held at three and six layers on CPUs, by Muon
 #
 #   python prepare.py openwebtext
 #   python train.py config/gpt2_124m_fast.py
@@ -8,10 +8,10 @@
 
 dataset = 'openwebtext'
 
-preset = 'modern'
+preset = 'hybrid'  # convolutions in two of three layers, vectors for pairs of tokens and for values
 n_layer = 12
 n_head = 6  # heads of 128 channels
-n_embd = 768  # 162,201,624 parameters, including 38,633,472 in the untied head
+n_embd = 768  # 337,213,728 parameters, 257 million of them in tables and the untied head
 block_size = 1024
 
 batch_size = 32
@@ -21,6 +21,7 @@ max_iters = 5000
 optimizer = 'muon'
 muon_lr = 0.02
 learning_rate = 2e-3
+embed_lr = 0.05  # as of every depth
 lr_schedule = 'linear'
 warmup_iters = 100
 min_lr = 0.0
