@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 from hotloop.training.shard import all_rows, local, own_rows
 
-NS_STEPS = 5
 UPDATED = 2**26  # weights that Muon updates at once
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
+# a, b and c of each iteration (Polar Express, arXiv 2505.16932)
+POLAR_EXPRESS = ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
+                 (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232))
 
 
 def build_optimizers(model, cfg, env):
@@ -102,13 +103,10 @@ def adamw8bit(groups, lr, betas):
 # Muon
 
 def orthogonalize(G, dtype):
-    """
-    Set all singular values of matrices near 1 (0.7 to 1.2) by a Newton-Schulz iteration in dtype.
-    G: (N, m, n), m <= n.
-    """
-    a, b, c = NS_COEFFICIENTS
-    X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)  # float16 would lose small gradients before
-    for _ in range(NS_STEPS):
+    """Set singular values of matrices, (N, m, n), m <= n, near 1: above 0.01 of the norm, to 0.85 to 1.15."""
+    # The factor keeps singular values below 1 in bfloat16. float16 would lose small gradients before.
+    X = (G / (1.02 * G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
+    for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT  # (N, m, m)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X

@@ -85,7 +85,7 @@ def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one(dtype):
                  *update[block + 'mlp.c_fc.weight'].chunk(2), update[block + 'mlp.c_proj.weight']]
         for part in parts:
             values = torch.linalg.svdvals(part) / max(1.0, part.size(0) / part.size(1)) ** 0.5
-            assert values.max() < 1.3 and values.median() > 0.6, part.shape
+            assert values.max() < 1.25 and values.median() > 0.8, part.shape
     assert not update['lm_head.weight'].any() and not update['transformer.wte.weight'].any()
 
 
