@@ -31,10 +31,9 @@ ABOUT = """# Ideas, judged
 Each row is pairs of runs with equal seeds and batches, by `python tests/bench/compare.py`, with which
 anybody can judge another idea. A gain is the mean difference in bits per byte of the held-out text, with
 its standard error; tokens/s is the ratio of speeds, which other work on the machine disturbs at equal
-steps. Single runs ruled out more ideas: scalars of x0_mix (T3), Muon by head (T4), other logits (T5), EMA-
-Nesterov (T8), cautious decay (T9), momentum that rises (T10), the next token's prefix (T12), XSA (T14),
-Polar Express and NorMuon (T15), averaging (T17), a skip (T18), a split pattern (T19), a growing batch
-(T20), Backout (T22), leaky ReLU^2 (T25); [LOG.md](LOG.md) has them.
+steps (none: two runs shared it). Rows with `--ideas` need their commit, which has the code of ideas that
+did not stay: `git checkout` it. Ideas that gain nothing on two texts at three layers were not tried at six.
+[LOG.md](LOG.md) has single runs of more.
 """
 BOARD = os.path.join(ROOT, 'tests', 'bench', 'leaderboard.jsonl')
 
@@ -109,10 +108,13 @@ def cells(row):
     gain = f'{row["gain"]:+.4f}'
     if 'stderr' in row:
         gain += f' ± {row["stderr"]:.4f} (p {row["p"]:.3f})'
+    speed = ''
+    if 'tokens_per_s_a' in row:
+        speed = f'{row["tokens_per_s_b"] / row["tokens_per_s_a"]:.2f}'
     return [row['idea'] or f'`{row["b"]}`', row['source'], f'`{row["card"]} {row["b"]}`'.replace(' `', '`'),
             f'`{row["a"]}`' if row['a'] else 'the card', row['dataset'], row['equal'], row['seeds'],
             f'{row["bpb_a"]:.4f}', f'{row["bpb_b"]:.4f}', gain,
-            f'{row["tokens_per_s_b"] / row["tokens_per_s_a"]:.2f}', row['kept'], row['commit']]
+            speed, row['kept'], row['commit']]
 
 
 HEAD = ['idea', 'source', 'settings', 'against', 'text', 'equal', 'seeds', 'bits per byte before', 'after',
