@@ -98,6 +98,7 @@ class GPTConfig:
     zero_init: bool | None = None  # blocks start as the identity; untied, the first predictions are uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
     x0_mix: bool | None = None  # each block sees a learned mix of the residual stream and the embedding
+    ideas: str = ''  # on trial
     label_smoothing: float = 0.0  # over all vocab_size ids; used in training only
 
     def problems(self):
@@ -273,6 +274,10 @@ class BigramEmbedding(nn.Embedding):
         else:
             before = cache.extend(-1, before[:, None, :, None])[:, 0, :-1, 0]  # layer -1 keeps the last id
         return x + super().forward((36313 * idx ^ 27191 * before) % self.num_embeddings)
+
+
+def has(config, name):
+    return name in config.ideas.split(',')
 
 
 class X0Mix(nn.Module):
@@ -487,6 +492,11 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         # GPT-2 also drops attention weights; with rotary positions the kernels stay those without dropout
         self.weight_dropout = config.dropout if config.position == 'learned' else 0.0
+        self.ideas = config.ideas.split(',')
+        if 'xsa' in self.ideas:
+            self.xsa = nn.Parameter(torch.zeros(config.n_head))
+        if 'qgain' in self.ideas:
+            self.qgain = nn.Parameter(torch.ones(config.n_head))
 
     def attend(self, q, k, v, documents=None, mask=None):
         """
@@ -519,12 +529,16 @@ class Attention(nn.Module):
             # bf16 attention is slow on a CPU: backward takes 3.6 times as long, one query 7 times (EPYC).
             q, k, v = q.float(), k.float(), v.float()
         q = self.scale_query(q)
+        if 'qgain' in self.ideas:
+            q = q * self.qgain[:, None, None]
         if self.features is not None:
             y = self.features(q, k, v, place, cache)
         elif cache is None:
             y = self.attend(q, k, v, context.documents, context.masks.get(self.window))
         else:
             y = cache.attend(self, q, k, v)
+        if 'xsa' in self.ideas:
+            y = y - torch.tanh(self.xsa)[:, None, None] * (y * v).sum(-1, True) / (v * v).sum(-1, True).clamp_min(1e-8) * v
         y = y.to(x.dtype).transpose(1, 2)  # (B, T, H, D)
         if self.head_gate is not None:
             logits = F.linear(x[..., :self.head_gate.size(1)], self.head_gate.to(x.dtype))  # (B, T, H)
@@ -586,6 +600,10 @@ def relu2(x):
     return F.relu(x).square()
 
 
+def leaky2(x):
+    return F.leaky_relu(x, 0.5).square()
+
+
 def gated(x, activation):
     """Multiply two halves of x, (..., 2 n_ff), of which the second passes through the activation."""
     up, gate = x.chunk(2, dim=-1)
@@ -601,7 +619,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.c_fc = Linear(config.n_embd, (1 + config.is_gated) * config.n_ff, bias=config.bias)
-        self.act = ACTIVATIONS[config.mlp]
+        self.act = leaky2 if has(config, 'leaky') else ACTIVATIONS[config.mlp]
         self.c_proj = Linear(config.n_ff, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -613,6 +631,9 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.mix = X0Mix() if config.x0_mix else unchanged
+        if has(config, 'x0init'):
+            share = layer / max(config.n_layer - 1, 1)
+            self.mix.scale.data.copy_(torch.tensor([1.15 - .1 * share, .2 - .15 * share]))
         self.ln_1 = make_norm(config)
         self.attn = make_mixer(config, layer)
         self.ln_1_post = make_norm(config) if config.post_norm else nn.Identity()  # a module, for diagnose.py
@@ -740,10 +761,22 @@ class GPT(nn.Module):
         parts.ln_f = make_norm(c)
         self.lm_head = Linear(c.n_embd, c.vocab_size, bias=False)
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else unchanged
+        if has(c, 'sigcap'):
+            self.softcap = lambda z: 23 * torch.sigmoid((z + 5) / 7.5)
+        if has(c, 'unet'):
+            self.skips = nn.Parameter(torch.zeros(c.n_layer))
+        if has(c, 'backout'):
+            self.backout = nn.Parameter(torch.tensor([0.2]))
+        self.register_buffer('progress', torch.zeros(()), persistent=False)
+        self.register_buffer('prefixes', None, persistent=False)
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
         # cos and sin are (T, 1, D/2), or (T, 1, D) where layers with a window have their own base.
         tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
+        if has(c, 'halfrope'):
+            f = torch.cat([1024.0 ** -torch.linspace(0, 1, c.head_dim // 4), torch.zeros(c.head_dim // 4)])
+            angle = torch.arange(c.block_size)[:, None] * f
+            tables = [(angle.cos().float(), angle.sin().float())]
         if c.rope_local_base is not None:
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
         cos, sin = (torch.cat(columns, dim=1)[:, None] for columns in zip(*tables, strict=True))
@@ -812,7 +845,15 @@ class GPT(nn.Module):
         context = Context(cos, sin, masks, idx, cache, documents, place)
         outputs = []  # of the embedding and the blocks, for direct feedback
         is_direct = self.feedback is not None and torch.is_grad_enabled()
-        for block in self.transformer.h:
+        saved = []
+        for layer, block in enumerate(self.transformer.h):
+            if has(c, 'unet'):
+                if layer < c.n_layer // 2:
+                    saved.append(x)
+                elif saved and layer >= c.n_layer - c.n_layer // 2:
+                    x = x + self.skips[layer].to(x.dtype) * saved.pop()
+            if has(c, 'backout') and layer == c.n_layer // 2:
+                middle = x
             if is_direct:
                 outputs.append(x)
                 x, x0 = x.detach(), x0.detach()
@@ -820,6 +861,8 @@ class GPT(nn.Module):
         if is_direct:
             from hotloop.mixers.feedback import Feedback
             x = Feedback.apply(self.feedback, *outputs, x)
+        if has(c, 'backout'):
+            x = x - self.backout.to(x.dtype) * middle
         if targets is not None:
             return torch.stack((self.loss(x, targets, documents),))  # a copy: FSDP2 warns of views
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
@@ -834,7 +877,13 @@ class GPT(nn.Module):
             return compiled_loss(*args) if torch.compiler.is_compiling() else ChunkedLoss.apply(*args, False)
         if self.ahead is not None and self.training:  # loss_chunks is 1
             logits = self.softcap(self.lm_head(x).float())
-            return loss_ahead(logits, targets, documents, self.ahead, smoothing)
+            result = loss_ahead(logits, targets, documents, self.ahead, smoothing)
+            if has(c, 'prefix'):
+                other = self.prefixes[targets]
+                more = -logits.log_softmax(-1).gather(2, other.clamp_min(0)[..., None])[..., 0] * (other >= 0)
+                more = (0.25 * (2 - self.progress * 3).clamp(0, 1)) * more.sum(1)
+                result = result + more - more.detach()
+            return result
         total = 0
         for part, target in zip(x.chunk(chunks, 1), targets.chunk(chunks, 1), strict=True):
             # Compiled, the cast, the cap and the cross-entropy are one pass over the bf16 logits.

@@ -508,6 +508,24 @@ def train(run, schedule, checkpoints, log, stop):
         deadline = Deadline(cfg.time_budget, state, env)
     saved_at = time.monotonic()
     save_is_due = False
+    extra = {}
+    if 'prefix' in model.config.ideas:
+        tok = tokenizer_from(run.record['tokenizer'])
+        raw = tok.encoding.token_byte_values() if hasattr(tok, 'encoding') else []
+        size = model.config.vocab_size
+        by = {}
+        for i in range(size):
+            try:
+                by[tok.encoding.decode_single_token_bytes(i)] = i
+            except Exception:
+                pass
+        table = [-1] * size
+        for text, i in by.items():
+            for n in range(len(text) - 1, 0, -1):
+                if text[:n] in by:
+                    table[i] = by[text[:n]]
+                    break
+        model.prefixes = torch.tensor(table)
 
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
@@ -567,12 +585,46 @@ def train(run, schedule, checkpoints, log, stop):
         if cfg.multi_token:
             weights = ahead_weights(cfg.multi_token, progress(step, schedule, deadline))
             model.ahead.copy_(upload(np.float32(weights), env.device))  # does not wait for a GPU
-        data = batches.step(step)
+        ideas, end = model.config.ideas.split(','), schedule.max_iters
+        if 'ramp' in ideas:
+            parts = [batches.step(extra.get('read', 0) + i) for i in range(1 + 3 * step // end)]
+            extra['read'] = extra.get('read', 0) + len(parts)
+            data = type(parts[0])(sum(part[0] for part in parts), [load for part in parts for load in part[1]])
+        else:
+            data = batches.step(step)
+        done = step / end
+        if deadline:
+            done = progress(step, schedule, deadline)
+        model.progress.fill_(done)
+        with torch.no_grad():
+            weights = list(model.parameters())
+            if 'nesterov' in ideas or 'nesterov97' in ideas:
+                if 'w_prev' not in extra:
+                    extra['w_prev'], extra['m'] = [p.clone() for p in weights], [torch.zeros_like(p) for p in weights]
+                if 0.15 <= done <= 0.75:
+                    torch._foreach_add_(weights, extra['m'], alpha=0.6 * lr / cfg.learning_rate)
+        for group in run.optimizers[-1].param_groups:
+            if 'momentum' in group and 'momwarm' in ideas:
+                group['momentum'] = .85 + .1 * min(done * 2, 1) - .1 * max(done * 2 - 1, 0)
+            if 'momentum' in group and 'momup' in ideas:
+                group['momentum'] = .8 + .15 * done
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
         result = stop.unless_signaled(train_step, run.train_model, data, run.optimizers, run.scaler, cfg, env,
                                       penalty)
         if result is None:  # a signal ended it; the next round saves and stops
             continue
+        with torch.no_grad():
+            if 'm' in extra:
+                rate = 0.03 if 'nesterov97' in ideas else 0.01
+                for m, w, before in zip(extra['m'], weights, extra['w_prev'], strict=True):
+                    m.lerp_(w - before, rate)
+                    before.copy_(w)
+            if 'ema' in ideas and done > 0.6:
+                if 'ema' not in extra:
+                    extra['ema'] = [p.clone() for p in weights]
+                torch._foreach_lerp_(extra['ema'], weights, 20 / schedule.max_iters)
+                if step + 1 == schedule.max_iters:
+                    torch._foreach_lerp_(weights, extra['ema'], 0.6)
         meter.add(result, data.num_targets)
         step += 1
         state.iter_num = step

@@ -31,6 +31,21 @@ def build_optimizers(model, cfg, env):
     optimizers = []
     if cfg.optimizer == 'muon':
         rows, tables = matrix_rows(model), tables_of(model)
+        ideas = model.config.ideas.split(',')
+        for p, parts in rows.items():
+            if 'headmuon' in ideas and len(parts) == 3:
+                d = model.config.head_dim
+                rows[p] = [d] * (parts[0] // d) + [d] * (parts[1] // d) + [parts[2]]
+        if 'x0lr' in ideas:
+            mixes = [p for n, p in model.named_parameters() if n.endswith('mix.scale')]
+            groups[1]['params'] = [p for p in vectors if all(p is not m for m in mixes)]
+            groups.append({'params': mixes, 'weight_decay': 0.0, 'peak': lr * 4})
+        if 'veclr' in ideas:
+            groups[1]['peak'] = lr * 3
+        if 'headlr' in ideas:
+            groups[0]['peak'] = lr / 2
+        if 'headlr2' in ideas:
+            groups[0]['peak'] = lr * 2
         groups[0]['params'] = [p for p in matrices if p not in rows and p not in tables]
         embedding = [p for p, name in tables.items() if name == 'wte']
         others = [p for p, name in tables.items() if name != 'wte']  # of pairs and of values
@@ -44,13 +59,14 @@ def build_optimizers(model, cfg, env):
         if others:  # earlier checkpoints without these tables have no such group
             groups.append({'params': others, 'weight_decay': decay, 'peak': peak})
         optimizers = [Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env)]
+        optimizers[0].ideas = ideas
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1
     return [AdamW(groups, lr=lr, betas=betas, fused=True), *optimizers]
 
 
 def tables_of(model):
     """Return {parameter: name of its module} of the tables of a vector for each token or pair of tokens."""
-    names = {p: name.split('.')[-2] for name, p in model.named_parameters()}
+    names = {p: ('.' + name).split('.')[-2] for name, p in model.named_parameters()}
     return {p: name for p, name in names.items() if name in ('wte', 'bigrams', 'value_embed')}
 
 
@@ -108,6 +124,19 @@ def orthogonalize(G, dtype):
     return X
 
 
+POLAR = ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, .5000), (3.8917, -2.7725, .5061), (3.2858, -2.3681, .4645), (2.3465, -1.7098, .4232))
+
+
+def polar_express(G, dtype):
+    X = G.to(dtype)
+    X = X / (X.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-7)
+    for a, b, c in POLAR:
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, B, X, beta=a)
+    return X
+
+
 class Muon(Uncompiled, torch.optim.Optimizer):
     """
     Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1.
@@ -160,11 +189,28 @@ class Muon(Uncompiled, torch.optim.Optimizer):
                 if part.size(0) > part.size(1):  # fewer singular values than rows: it would move too little
                     view, factor = part.mT, (part.size(0) / part.size(1)) ** 0.5
                 matrices.setdefault(view.shape, []).append((view, factor))
-        for views in matrices.values():
-            stack = self.orthogonalize_shared(torch.stack([view for view, _ in views]))
+        if 'polar' in self.ideas:
+            self.orthogonalize = polar_express
+        for shape, views in matrices.items():
+            stack = torch.stack([view for view, _ in views])
+            if 'muoneq' in self.ideas:
+                stack = stack / (stack.norm(dim=2, keepdim=True) + 1e-7)
+            stack = self.orthogonalize_shared(stack)
+            if 'normuon' in self.ideas:
+                r = stack.square().mean(1 if shape[0] < shape[1] else 2, keepdim=True)
+                s = self.__dict__.setdefault('second', {}).setdefault((shape, len(views)), torch.zeros_like(r))
+                s.lerp_(r, 0.1)
+                scaled = stack * (s + 1e-12).rsqrt()
+                stack = scaled * (stack.norm(dim=(1, 2), keepdim=True) / (scaled.norm(dim=(1, 2), keepdim=True) + 1e-7))
             for (view, factor), result in zip(views, stack, strict=True):
                 torch.mul(result, -group['lr'] * factor * keep, out=view)
-        torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'] * keep)
+        if 'cautious' in self.ideas:
+            wd = 1.2 * group['lr'] / group['peak']
+            for p, weight, update in zip(params, weights, updates, strict=True):
+                weight.sub_(weight * (update * weight <= 0), alpha=group['lr'] * wd)
+        else:
+            wd = group['weight_decay'] * (group['lr'] / group['peak'] if 'wdecay' in self.ideas else 1)
+            torch._foreach_mul_(weights, 1 - group['lr'] * wd * keep)
         for p, weight, update in zip(params, weights, updates, strict=True):
             weight.add_(local(own_rows(update, p)))
 
