@@ -213,6 +213,8 @@ def read_lines():
         while (line := input('> ').strip()) != 'exit':
             if line:
                 yield line
+    except UnicodeDecodeError as e:
+        raise ValueError(f'the input is not UTF-8: {e}') from None
     except EOFError:
         print()
 

@@ -79,8 +79,9 @@ def learn_tokenizer(name, pieces, template, several, every):
                 for text, markup, _ in piece.parts:
                     yield MARK.sub('', text) if markup else text
     marks = set()
-    for role in SPEAKERS if template else ():
-        marks.update(MARK.findall(''.join(getattr(TEMPLATES[template], role))))
+    if template:
+        for role in SPEAKERS:
+            marks.update(MARK.findall(''.join(getattr(TEMPLATES[template], role))))
     specials = [*sorted(marks), '<|endoftext|>']
     tokens = learn_merges(count_words(texts()), int(name[4:]) - len(specials))
     ids = {special: len(tokens) + i for i, special in enumerate(specials)}

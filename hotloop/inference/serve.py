@@ -6,6 +6,8 @@ import json
 import os
 import queue
 import re
+import select
+import socket
 import threading
 import time
 import uuid
@@ -34,8 +36,8 @@ SETTINGS = {'temperature': 'temperature', 'top_p': 'top_p', 'seed': 'seed', 'top
 UNSUPPORTED = {'n': 1, 'best_of': 1, 'response_format': {'type': 'text'}, 'tools': [], 'functions': [],
                'logprobs': 0, 'top_logprobs': 0, 'logit_bias': {}, 'frequency_penalty': 0,
                'presence_penalty': 0, 'echo': False, 'suffix': ''}
-POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
-          "connect-src 'self'")
+POLICY = ("default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; "
+          "img-src data:; connect-src 'self'")
 
 
 class Job(NamedTuple):
@@ -71,6 +73,7 @@ class Server(ThreadingHTTPServer):
             sampling = waiting[0].sampling
             batch = [job for job in waiting if job.sampling == sampling][:self.cfg.batch_size]
             waiting = [job for job in waiting if job not in batch]
+            batch = [job for job in batch if not job.text.finish]  # Clients of the others have hung up.
             try:
                 for _ in write_batch(self.opened.gpt, [job.text for job in batch], sampling, False):
                     for job in batch:
@@ -91,6 +94,8 @@ class Server(ThreadingHTTPServer):
         asked, most = cfg.max_new_tokens, self.cfg.max_new_tokens
         if asked > most:
             raise ValueError(f'max_tokens={asked} exceeds the --max_new_tokens={most} of the server')
+        if body.get('stream') not in (None, True, False):
+            raise ValueError(f'stream={json.dumps(body["stream"])[:50]} must be true or false')
         for name, value in UNSUPPORTED.items():
             if body.get(name) not in (None, value):
                 raise ValueError(f'{name}={json.dumps(body[name])[:50]} is not supported')
@@ -141,7 +146,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         server = self.server
         if self.path == '/':
-            self.send(200, Path(__file__).with_name('page.html').read_bytes(), 'text/html; charset=utf-8')
+            nonce = uuid.uuid4().hex
+            page = Path(__file__).with_name('page.html').read_bytes()
+            page = page.replace(b'<script>', f'<script nonce="{nonce}">'.encode())
+            self.send(200, page, 'text/html; charset=utf-8', nonce)
         elif self.path == '/v1/models':
             model = {'id': server.name, 'object': 'model', 'created': 0, 'owned_by': 'hotloop',
                      'chat': server.opened.template in CHATS, 'context': server.opened.gpt.config.block_size,
@@ -179,9 +187,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # This ends the events.
             self.send(200, b'', 'text/event-stream')
         role = {'role': 'assistant'}  # in the first event of a chat
-        sent, finish = 0, None
-        while not finish:
-            text, finish = job.news.get()
+        sent = 0
+        for text, finish in self.follow(job):
             if isinstance(finish, Exception):
                 return self.send_event(error(500, finish)) if stream else self.send_error(500, finish)
             content = {'text': text[sent:] if stream else text}
@@ -197,9 +204,23 @@ class Handler(BaseHTTPRequestHandler):
         usage = {'prompt_tokens': prompt, 'completion_tokens': written, 'total_tokens': prompt + written}
         if not stream:
             return self.send(200, {**about, 'choices': [choice], 'usage': usage})
-        if (body.get('stream_options') or {}).get('include_usage'):
+        options = body.get('stream_options')
+        if isinstance(options, dict) and options.get('include_usage'):
             self.send_event({**about, 'choices': [], 'usage': usage})
         self.wfile.write(b'data: [DONE]\n\n')
+
+    def follow(self, job):
+        """Yield (text, finish) of each step. Raises ConnectionError once the client hangs up."""
+        finish = None
+        while not finish:
+            text = None
+            with contextlib.suppress(queue.Empty):
+                text, finish = job.news.get(timeout=1)  # s; the job may wait for others
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionAbortedError
+            if text is not None:
+                yield text, finish
 
     def send_event(self, value):
         self.wfile.write(b'data: %s\n\n' % json.dumps(value).encode())
@@ -209,13 +230,17 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.send(status, error(status, message or HTTPStatus(status).phrase))
 
-    def send(self, status, content, kind='application/json'):
-        """Send an answer: bytes, or anything else as JSON. Without a length, the connection's end ends it."""
+    def send(self, status, content, kind='application/json', nonce=''):
+        """
+        Send an answer: bytes, or anything else as JSON. Without a length, the connection's end ends it.
+        nonce: of the scripts that a page may run.
+        """
         if not isinstance(content, bytes):
             content = json.dumps(content).encode()
         self.send_response(status)
         self.send_header('Content-Type', kind)
-        self.send_header('Content-Security-Policy', POLICY)
+        self.send_header('Content-Security-Policy', POLICY.format(nonce))
+        self.send_header('Cache-Control', 'no-store')
         if self.close_connection:
             self.send_header('Connection', 'close')
         else:

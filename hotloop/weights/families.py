@@ -96,7 +96,7 @@ def model_args_from(config, path):
                              attn_softcap=(kind == 'gemma2' and config['attn_logit_softcapping']) or 0.0)
         if kind.startswith('gemma') or kind == 'nanochat':
             settings['softcap'] = config.get('final_logit_softcapping') or 0.0
-        pattern = pattern_of(config, kind)
+        pattern = pattern_of(config, kind, path)
         if 'S' in pattern:
             settings |= {'window': config['sliding_window'], 'window_pattern': pattern}
         return settings | rope_of(config, 'S' in pattern and kind == 'gemma3_text', path)
@@ -112,12 +112,14 @@ def check_keys(config, supported, path):
             raise ValueError(f'{path}: {key}={str(config[key])[:80]} is not supported, only {only}')
 
 
-def pattern_of(config, kind):
+def pattern_of(config, kind, path):
     """Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none."""
     is_off = kind.startswith('qwen') and not config.get('use_sliding_window')
     if config.get('sliding_window') is None or kind in ('llama', 'nanochat') or is_off:
         return 'L'
     if config.get('layer_types'):
+        for name in config['layer_types']:
+            check_keys({'layer_types': name}, {'layer_types': list(LETTERS)}, path)
         return ''.join(LETTERS[name] for name in config['layer_types'])
     if kind == 'mistral':
         return 'S'

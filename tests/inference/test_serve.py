@@ -172,14 +172,15 @@ def test_twenty_requests_at_once_are_all_answered_each_as_if_alone(servers, monk
     assert sum(batches) == 20 and 2 < len(batches) < 8
 
 
-def test_a_client_that_hangs_up_frees_its_place(servers, monkeypatch):
-    """As its next events are written; also one that waits for its place. The server goes on."""
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_client_that_hangs_up_frees_its_place(servers, monkeypatch, stream):
+    """Also one that waits for its place; the server goes on."""
     server, jobs = servers['base'], []
     read_job = server.read_job
     monkeypatch.setattr(server, 'read_job', lambda *args: jobs.append(read_job(*args)) or jobs[-1])
     clients = []
     for number in range(2):
-        body = json.dumps({'max_tokens': LONG, 'stream': True, 'top_k': number + 1}).encode()
+        body = json.dumps({'max_tokens': LONG, 'stream': stream, 'top_k': number + 1}).encode()
         head = f'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n'
         clients.append(socket.create_connection(('127.0.0.1', server.server_port)))
         clients[-1].sendall(head.encode() + body)
@@ -222,6 +223,7 @@ CHAT = '/v1/chat/completions'
     ('base', dict(prompt=['a', 'b']), 400, 'prompt must be'),
     ('base', dict(temperature=-1), 400, 'temperature=-1.0'), ('base', dict(seed=0.5), 400, 'seed: expected'),
     ('base', dict(max_tokens=LONG + 1), 400, '--max_new_tokens'), ('base', dict(n=2), 400, 'n=2 is not'),
+    ('base', dict(stream='no'), 400, 'stream="no" must be'),
     ('base', dict(stop=['a', 3]), 400, 'stop must be'), ('base', dict(echo=True), 400, 'echo=true is not'),
     ('base', dict(response_format={'type': 'json_object'}), 400, 'response_format={"type": "json'),
     ('base', dict(path=CHAT, messages=[USER]), 400, 'chat template of the model is not known'),
@@ -309,5 +311,7 @@ def test_the_page_names_no_other_host(servers):
     connection = connect(servers['base'])
     connection.request('GET', '/')
     answer = connection.getresponse()
-    assert "default-src 'none'" in answer.getheader('Content-Security-Policy')
-    assert not re.search(r'(?i)https?://|src=|@import|url\(', answer.read().decode())
+    policy, page = answer.getheader('Content-Security-Policy'), answer.read().decode()
+    nonce, = re.findall(r'<script nonce="(\w+)">', page)
+    assert "default-src 'none'" in policy and f"script-src 'nonce-{nonce}'" in policy
+    assert not re.search(r'(?i)https?://|src=|@import|url\(', page)

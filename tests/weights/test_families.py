@@ -189,6 +189,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
     ('nanochat', {'hidden_act': 'silu'}, 'hidden_act=silu is not supported, only relu2'),
+    ('gemma3_text', {'layer_types': ['chunked_attention']}, 'layer_types=chunked_attention is not supported'),
     ('gpt2', {}, "has no 'n_layer'")])
 def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
     config = {name: value for name, value in {**TINY, **WINDOW, 'model_type': kind, **keys}.items()
