@@ -84,7 +84,7 @@ def parse(text, kind):
 
 
 # -----------------------------------------------------------------------------
-# sources: a layer below, files, and flags
+# sources: derived settings, files, and flags
 
 def did_you_mean(word, known):
     """End a message with a question for the most similar of the known words, if there is one."""
@@ -179,15 +179,15 @@ def overlay(settings, found, pairs):
             settings[second] = None, settings[second][1]
 
 
-def configure(*classes, argv=None, files=True, about='', below=None, origin='the checkpoint', check=True,
+def configure(*classes, argv=None, files=True, about='', derived=None, origin='the checkpoint', check=True,
               pairs=()):
     """
     Read a command line into one object per dataclass. files: positional words are config files to
-    run. about: the text above the settings in --help. below: {name: value} below files and flags,
-    of a depth or a checkpoint; origin names it in errors. check: call the problems() of the objects,
-    which list what is wrong with them. pairs: two settings for one thing each; the second replaces
-    the first, unless a later file or a flag gives the first alone. Raises ValueError with a line for
-    each problem.
+    run. about: the text above the settings in --help. derived: {name: value} of a depth or a
+    checkpoint, which files and flags override; origin names it in errors. check: call the problems()
+    of the objects, which list what is wrong with them. pairs: two settings for one thing each; the
+    second replaces the first, unless a later file or a flag gives the first alone. Raises ValueError
+    with a line for each problem.
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
@@ -195,7 +195,7 @@ def configure(*classes, argv=None, files=True, about='', below=None, origin='the
         sys.exit(0)
     fields = [field for cls in classes for field in dataclasses.fields(cls)]
     settings = {field.name: (field.default, None) for field in fields}  # (value, place)
-    for name, value in (below or {}).items():
+    for name, value in (derived or {}).items():
         if name in settings:  # a checkpoint of another version may have more
             settings[name] = value, None
     words, flags, problems = read_argv(argv, {field.name: field.type for field in fields})

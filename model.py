@@ -65,7 +65,7 @@ class GPTConfig:
     n_kv_head: int | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: int = 768  # embedding channels
     head_dim: int | None = None  # channels of a head; None: n_embd / n_head
-    n_ff: int | None = None  # hidden channels of the MLP; None: 4 * n_embd (gated: 8/3, rounded up to 64)
+    n_ff: int | None = None  # hidden channels of the MLP; None: 4 * n_embd (gated: 8/3, to a multiple of 64)
     dropout: float = 0.0  # 0 for pretraining, 0.1 or more if the data is seen many times
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2; False is a bit better and faster
     qkv_bias: bool | None = None  # biases of queries, keys and values (Qwen 2); None: bias
@@ -138,6 +138,9 @@ class GPTConfig:
         pattern = c.window_pattern
         if pattern is not None and (c.window is None or not {'S'} <= set(pattern) <= {'S', 'L'}):
             wrong.append(f'window_pattern={pattern!r} must contain an S, only S and L, and need a window')
+        elif c.window and {'A'} < set(c.mixers()) and not any(c.attention_windows()):
+            wrong.append(f'window={c.window} is in no layer: where window_pattern={pattern!r} has an S, '
+                         f'mixer={c.mixer!r} does not attend')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         return wrong
@@ -188,6 +191,10 @@ class GPTConfig:
         """List the window of each layer in tokens; None where attention reaches the complete context."""
         pattern = self.window_pattern or 'S'
         return [self.window if pattern[i % len(pattern)] == 'S' else None for i in range(self.n_layer)]
+
+    def attention_windows(self):
+        """Return the set of the windows of the layers that attend."""
+        return {w for w, letter in zip(self.windows(), self.mixers(), strict=True) if letter == 'A'}
 
     def model_args(self):
         """
@@ -317,9 +324,9 @@ def rotate(x, cos, sin):
 
 def shift_keys(k, layer, cache, place):
     """
-    Replace the slower half of the channels of each key by those of the token before (modded-nanogpt): one
-    layer, not two, finds what followed an earlier occurrence of a token. k: (B, K, T, D). place: (B, T),
-    positions in documents.
+    Replace the slower half of the channels of each key by those of the token before (modded-nanogpt): an
+    induction head, which finds what followed an earlier occurrence of a token, then takes one layer, not
+    two. k: (B, K, T, D). place: (B, T), positions in documents.
     """
     before = (F.pad(k, (0, 0, 1, 0)) if cache is None else cache.extend(layer, k))[:, :, :-1]  # (B, K, T, D)
     if place is not None:
@@ -330,7 +337,7 @@ def shift_keys(k, layer, cache, place):
 
 
 def positions_in(documents):
-    """Count the position of each token within its document, (B, T). documents: (B, T), rising numbers."""
+    """Count the position of each token within its document, (B, T). documents: (B, T), non-decreasing ids."""
     position = torch.arange(documents.size(1), device=documents.device)
     begins = F.pad(documents.diff(dim=1) != 0, (1, 0))
     return position - (position * begins).cummax(1).values
@@ -341,20 +348,20 @@ def positions_in(documents):
 
 # Without a mask: torch's SDPA. With a window, documents or a soft cap: FlexAttention on GPUs; elsewhere SDPA
 # one block of queries at a time, or explicit weights if there is a soft cap.
-# In generation the cache (hotloop/inference/kv_cache.py) chooses the keys.
+# In generation the cache (hotloop/inference/kv_cache.py) chooses the keys and calls attend() or sdpa().
 
-QUERIES = 512  # in a block; 256 and 512 were fastest of 64 to 1,024 on a CPU
+QUERY_BLOCK = 512  # in a block; 256 and 512 were fastest of 64 to 1,024 on a CPU
 
 
 def plain_attention(q, k, v, mask=None, dropout=0.0, is_causal=False):
     """Compute the attention of q, (B, H, T, D), over k and v, (B, K, T, D), by torch's kernels."""
     groups = q.size(1) // k.size(1)
-    if groups > 1 and q.size(2) == 1:  # a token of generation: heads that share keys are queries of one head
+    if groups > 1 and q.size(2) == 1:  # one new token: heads that share keys are queries of one head
         y = F.scaled_dot_product_attention(q.reshape(q.size(0), k.size(1), groups, -1), k, v, attn_mask=mask,
                                            dropout_p=dropout)
         return y.reshape(q.shape)
     if groups > 1 and q.device.type == 'cuda' and (mask is not None or q.dtype != torch.bfloat16):
-        # Only flash takes groups, which a T4 and float32 lack; without it all T x T weights are stored.
+        # Only the flash kernel takes groups, and T4s and float32 have none. Others store T x T weights.
         k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
                                           enable_gqa=q.size(1) > k.size(1))
@@ -366,7 +373,7 @@ def attend_in_window(q, k, v, dropout, window, sdpa):
     it reaches: there is no T x T mask and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D).
     """
     T = q.size(2)
-    size, window = min(T, QUERIES), min(window or T, T)
+    size, window = min(T, QUERY_BLOCK), min(window or T, T)
     if window == T and sdpa is plain_attention:
         return plain_attention(q, k, v, dropout=dropout, is_causal=True)
     # Rows are a block of queries; columns are the keys of the window before the block, then its own.
@@ -382,8 +389,8 @@ def attend_in_window(q, k, v, dropout, window, sdpa):
     return torch.cat(parts, 2)
 
 
-def attend_within(q, k, v, dropout, window, documents, sdpa):
-    """Compute attend_in_window() within each document. documents: (B, T), rising numbers; None: one a row."""
+def attend_in_documents(q, k, v, dropout, window, documents, sdpa):
+    """Compute attend_in_window() within each document. documents: (B, T), non-decreasing ids."""
     if documents is None:
         return attend_in_window(q, k, v, dropout, window, sdpa)
     rows = []
@@ -396,7 +403,7 @@ def attend_within(q, k, v, dropout, window, documents, sdpa):
 
 # Unlike torch.compiler.disable, this imports torch._dynamo, which takes 2 s, when it is called and not here.
 run_eagerly = getattr(torch, '_disable_dynamo', torch.compiler.disable)
-attend_outside_graph = run_eagerly(attend_within)  # the shapes of documents depend on the data
+attend_outside_graph = run_eagerly(attend_in_documents)  # the shapes of documents depend on the data
 FLEX_DEVICES = ('cuda',)  # where FlexAttention attends within windows and documents; tests add the CPU
 
 
@@ -428,7 +435,7 @@ def flex_options(q):
 
 
 def block_mask(T, window, documents, device):
-    """Make FlexAttention's mask for T tokens of what attend_within() reaches. Not tested on GPUs."""
+    """Make FlexAttention's mask for T tokens of what attend_in_documents() reaches. Not tested on GPUs."""
     from torch.nn.attention.flex_attention import create_block_mask
     def visible(b, h, i, j):
         seen = j <= i if window is None else (j <= i) & (i - j < window)
@@ -444,8 +451,8 @@ class Context(NamedTuple):
     masks: dict  # {window: FlexAttention's mask}, on GPUs
     idx: torch.Tensor  # (B, T), the token ids
     cache: object = None  # a KVCache in generation
-    documents: torch.Tensor | None = None  # (B, T), rising numbers; None: each row is one document
-    place: torch.Tensor | None = None  # (B, T), positions in documents; None: each row is one
+    documents: torch.Tensor | None = None  # (B, T), non-decreasing ids; None: each row is one document
+    place: torch.Tensor | None = None  # (B, T), positions in documents; None without documents
 
 
 class Attention(nn.Module):
@@ -498,7 +505,7 @@ class Attention(nn.Module):
             # A mask disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678).
             return attend_in_window(q, k, v, dropout, None, self.sdpa)
         if mask is None:
-            attend = attend_outside_graph if torch.compiler.is_compiling() else attend_within
+            attend = attend_outside_graph if torch.compiler.is_compiling() else attend_in_documents
             return attend(q, k, v, dropout, self.window, documents, self.sdpa)
         assert not dropout, 'FlexAttention drops no weights; see check_masks() in train.py'
         from torch.nn.attention.flex_attention import flex_attention
@@ -790,7 +797,7 @@ class GPT(nn.Module):
 
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         targets: (B, T) ids, or -1 for a masked token.
-        documents: (B, T), the number of each token's document, rising along a row: attention stays within a
+        documents: (B, T), ids of each token's document, non-decreasing along a row: attention stays within a
         document, and learned positions restart in each. None: each row is one. Not with a cache.
         """
         T, c = idx.size(1), self.config
@@ -805,8 +812,8 @@ class GPT(nn.Module):
         x = self.transformer.bigrams(x, idx, position, cache)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
         masks = {}
-        if cache is None and x.device.type in FLEX_DEVICES and 'A' in c.mixers():
-            masks = {window: block_mask(T, window, documents, x.device) for window in set(c.windows())
+        if cache is None and x.device.type in FLEX_DEVICES:
+            masks = {window: block_mask(T, window, documents, x.device) for window in c.attention_windows()
                      if documents is not None or c.attn_softcap or (window or T) < T}
         place = None if documents is None else position
         context = Context(cos, sin, masks, idx, cache, documents, place)
@@ -858,7 +865,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, model_args, weights, **override):
-        """Build a GPT of a checkpoint. override: settings. Raises ValueError if the weights do not fit."""
+        """Build a GPT from a checkpoint. override: settings. Raises ValueError if the weights do not fit."""
         with torch.device('cpu'), Uninitialized():
             model = cls(replace(config_from(model_args), **override))
         model.load_weights(weights)
@@ -866,8 +873,8 @@ class GPT(nn.Module):
 
     def load_weights(self, weights):
         """Copy {name: tensor} into the model. Raises ValueError with the names or shapes that differ."""
-        masks = ('.attn.bias', '.attn.masked_bias')  # buffers that nanoGPT saved under PyTorch 1.x
-        weights = {name: w for name, w in weights.items() if not name.endswith(masks)}
+        buffers = ('.attn.bias', '.attn.masked_bias')  # that nanoGPT saved under PyTorch 1.x
+        weights = {name: w for name, w in weights.items() if not name.endswith(buffers)}
         try:
             self.load_state_dict(weights)
         except RuntimeError as e:

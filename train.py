@@ -42,9 +42,10 @@ from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
 from hotloop.system import distributed
-from hotloop.system.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype, try_compile
-from hotloop.system.distributed import Env, StopRequest, print0
+from hotloop.system.device import COMPILE_EVAL_PAYS, choose_compile, choose_device, choose_dtype, try_compile
+from hotloop.system.distributed import Env, print0
 from hotloop.system.files import checkpoint_paths
+from hotloop.system.signals import StopRequest
 from hotloop.system.text import shell, short
 from hotloop.training.checkpoint import OPTIMIZERS, Checkpoints, RunState, checkpoint_of, restore, state_from
 from hotloop.training.dataloader import Batches, open_split, share_batch, upload
@@ -53,7 +54,15 @@ from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, memory_advice, out_of_memory, set_loss
 from hotloop.training.optim import build_optimizers, set_learning_rate
-from hotloop.training.recipes import SHAPE, card_for_machine, choose_settings
+from hotloop.training.parallel import (
+    gradient_sync,
+    is_sharded,
+    local,
+    release_mesh,
+    set_blocks,
+    shard_model,
+)
+from hotloop.training.recipes import OWN_MODEL, card_for_machine, choose_settings
 from hotloop.training.run_dir import is_same_run, open_folder, write_config
 from hotloop.training.schedule import Deadline, ahead_weights, learning_rate, plan_schedule, progress
 from hotloop.training.settings import (
@@ -63,7 +72,6 @@ from hotloop.training.settings import (
     record_of,
     setting_problems,
 )
-from hotloop.training.shard import gradient_sync, is_sharded, local, release_mesh, set_blocks, shard_model
 from hotloop.weights.load import adapt_shape, check_start, open_start
 from hotloop.weights.lora import (
     LoRAConfig,
@@ -107,7 +115,7 @@ class TrainConfig:
     muon_momentum: float = 0.95  # of Muon
     grad_clip: float = 1.0  # maximum global gradient norm; 0: off
     feedback: Literal['backprop', 'dfa'] = 'backprop'  # dfa: direct feedback alignment between blocks
-    multi_token: float = 0.0  # weight of the token two ahead in the loss at first; it falls to 0
+    multi_token: float = 0.0  # initial weight of the loss of the token two ahead; annealed to 0
     ortho_penalty: float = 0.0  # weight of |W W^T - I|^2, W of queries and keys, with mixer='kernel'
     # --- schedule
     decay_lr: bool = True  # warm up and decay; False: a constant learning_rate, as in nanoGPT
@@ -134,9 +142,9 @@ class TrainConfig:
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # compute dtype; weights are float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if it works and pays
-    loss_chunks: int | Literal['auto'] = 'auto'  # parts of head and loss: less memory, slower
+    loss_chunks: int | Literal['auto'] = 'auto'  # chunks for head and loss: less memory, slower
     recompute: Literal['none', 'selective', 'full'] = 'none'  # recompute blocks; selective: not attention
-    shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide optimizer states; full: weights too
+    shard: Literal['none', 'optimizer', 'full'] = 'none'  # gradients and optimizer states; full: weights too
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
 
@@ -148,7 +156,7 @@ PAIRS = ('max_iters', 'max_epochs'), ('eval_tokens', 'eval_iters')
 MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - set(TRAINING_ONLY)
 ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
 # a resume cannot change these, nor the data, which compare_record() compares
-BOUND = MODEL | ADAPTERS | {'optimizer', 'depth'}
+FIXED = MODEL | ADAPTERS | {'optimizer', 'depth'}
 
 
 # -----------------------------------------------------------------------------
@@ -167,42 +175,50 @@ def read_settings(argv=None):
     """Read a command line. Raises ValueError if settings contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
     read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, pairs=PAIRS)
-    peek = read(argv=argv, check=False)  # finds what decides the settings below files and flags
+    peek = read(argv=argv, check=False)  # finds what decides where the other settings come from
     _, _, cfg = peek.objects
     latest = find_latest(cfg)
-    below = {}
-    gives_shape = not SHAPE.isdisjoint(peek.given)
+    derived = {}
+    # what a command does not give comes from its checkpoint (a resume), from a depth (--depth, or a time
+    # budget alone), from the machine's card (neither a card, weights nor a model named), or from the defaults
+    has_own_model = not OWN_MODEL.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
-    chooses_depth = names_nothing and cfg.time_budget is not None and not gives_shape
+    chooses_depth = names_nothing and cfg.time_budget is not None and not has_own_model
     if latest:  # the settings of the run
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
-        below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
-        gone = sorted(below.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
+        derived = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
+        gone = sorted(derived.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
         if gone:
             print0(f'settings of the checkpoint that no longer exist: {", ".join(gone)}')
     elif cfg.depth is not None or chooses_depth:  # those that suit the depth
-        given_at = peek.given.get('n_layer')
+        given_at = peek.given.get('n_layer')  # as a flag it is a change on purpose, in a card hardly
         if peek.given.get('depth') == '--depth' and given_at not in (None, '--n_layer'):
             raise ValueError(f'--depth={cfg.depth} and {given_at} both give the shape; omit one')
-        below = choose_settings(cfg, peek.given)
-    elif names_nothing and gives_shape and 'dataset' in peek.given:
-        print0('card: none, because the command gives a dataset and settings of the model; the rest is '
+        derived = choose_settings(cfg, peek.given)
+    elif names_nothing and has_own_model and 'dataset' in peek.given:
+        own = ', '.join(sorted(OWN_MODEL & peek.given.keys()))
+        print0(f'card: none, because the command gives a dataset and {own}; the rest is '
                "nanoGPT's defaults (--depth=N chooses others)")
     elif names_nothing:  # those of the machine's card
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
-    found = read(argv=argv, below=below, check=False)
+    found = read(argv=argv, derived=derived, check=False)
     model, lora, cfg = found.objects
     if latest:
-        bound = set(BOUND)
+        fixed = set(FIXED)
         if 'data' not in latest.checkpoint:  # nanoGPT's records none
-            bound.add('dataset')
-        if below.get('time_budget') is None or state_from(latest.checkpoint).max_iters is not None:
-            bound.add('time_budget')  # a schedule has begun, or the budget has decided
-        compare_settings(found.objects, found.given, below, bound)
+            fixed.add('dataset')
+        is_decided = derived.get('time_budget') is None or state_from(latest.checkpoint).max_iters is not None
+        if is_decided and cfg.time_budget is not None:  # None, with max_iters, trains further
+            fixed.add('time_budget')
+        compare_settings(found.objects, found.given, derived, fixed)
     check_problems(found.objects)
     check_lora(lora, cfg, found.given, is_new=latest is None)
+    place = found.given.get('lr_schedule')
+    if cfg.time_budget is not None and place and cfg.lr_schedule != 'linear':
+        raise ValueError(f'{place}: lr_schedule={cfg.lr_schedule!r} contradicts time_budget, whose decay is '
+                         'linear; remove one')
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises if it cannot be shared
     return Settings(model, lora, cfg, found.given, latest)
@@ -261,8 +277,8 @@ def wrap(model, cfg, env):
     set_blocks(model, cfg.recompute, compiles=env.compile and env.world > 1)
     if env.world == 1:
         train_model = torch.compile(model, dynamic=False) if env.compile else model
-        # compiling the model once more, for evaluations, takes 10 to 20 s
-        compiles_eval = cfg.time_budget is None or cfg.time_budget >= EVALUATION_PAYS
+        # in evaluation mode it is compiled once more, which takes 10 to 20 s
+        compiles_eval = cfg.time_budget is None or cfg.time_budget >= COMPILE_EVAL_PAYS
         return (train_model if compiles_eval else model), train_model
     if cfg.shard != 'none':
         shard_model(model, cfg.shard, env)
@@ -345,7 +361,7 @@ def build_model(settings, dataset, env):
     model_cfg, cfg, given, meta = settings.model, settings.train, settings.given, dataset.meta
     checkpoint = settings.latest.checkpoint if settings.latest else {}
     if not checkpoint and cfg.init_from == 'scratch':
-        size = meta['vocab_size']  # of foreign bins, which have no meta file of ours, a guess
+        size = meta['vocab_size']  # a guess for bins that have no meta file of ours ('foreign')
         if not meta['foreign'] and size >= 4096:  # GPUs multiply multiples of 64 faster
             size = math.ceil(size / 64) * 64
         config = dataclasses.replace(model_cfg, vocab_size=model_cfg.vocab_size or size)
@@ -361,7 +377,7 @@ def build_model(settings, dataset, env):
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset)
     if not source.tokenizer:
-        print0(f'note: {name} has no tokenizer, so nothing shows that dataset={dataset.name} has its ids')
+        print0(f'note: {name} has no tokenizer; it cannot be checked that dataset={dataset.name} has its ids')
     model = GPT.from_checkpoint(source.model_args, source.weights, **override)
     adapt_shape(model, settings, name)
     return Start(model, source.checkpoint, base)
@@ -369,8 +385,8 @@ def build_model(settings, dataset, env):
 
 def check_masks(c, cfg, env):
     """Raise ValueError if attention needs masks on a GPU, and they cannot be compiled or used there."""
-    has_window = any((n or c.block_size) < c.block_size for n in c.windows())
-    has_mask = 'A' in c.mixers() and (cfg.pack_rows or c.attn_softcap or has_window)
+    has_mask = any(cfg.pack_rows or c.attn_softcap or (window or c.block_size) < c.block_size
+                   for window in c.attention_windows())
     if not has_mask or env.device.type != 'cuda':
         return
     if c.dropout and c.position == 'learned' and not cfg.eval_only:  # it drops attention weights, too
@@ -378,7 +394,7 @@ def check_masks(c, cfg, env):
                          "on a GPU with position='learned'; use --dropout=0")
     failure = None if env.compile else try_compile(env.device)
     if failure:
-        raise ValueError('on a GPU pack_rows, windows and attn_softcap need torch.compile, also with '
+        raise ValueError('on a GPU pack_rows, windows and attn_softcap need torch.compile, even with '
                          f'compile=False, and it fails here: {failure}')
 
 
@@ -443,7 +459,7 @@ class Run:
         if cfg.ortho_penalty and 'K' not in model.config.mixers():
             raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'; remove it")
         self.eval_model, self.train_model = wrap(model, cfg, env)
-        # after wrap(), which may divide the parameters among processes
+        # after wrap(), which may shard the parameters
         self.optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
         self.scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
         if checkpoint and not cfg.eval_only:
@@ -452,8 +468,8 @@ class Run:
             checkpoint.pop(name, None)
         distributed.check_same_step(self.state.iter_num, env)
         self.byte_counts = open_byte_table(meta, vocab_size, env)
-        learns_end = base and self.record.get('template') and not settings.lora.lora_embeddings
-        if learns_end and self.byte_counts is not None:
+        end_is_frozen = base and self.record.get('template') and not settings.lora.lora_embeddings
+        if end_is_frozen and self.byte_counts is not None:
             tokenizer = tokenizer_from(meta['tokenizer'])
             note = note_untrained_end(model.lm_head.weight, self.record['template'], tokenizer, base['base'])
             if note:
@@ -464,9 +480,9 @@ class Run:
 # the loop
 
 def train(run, schedule, checkpoints, log, stop):
-    """Train until the last step, a signal, or the end of patience. Returns the exit code."""
+    """Train until the last step, a signal, or early stopping. Returns the exit code."""
     cfg, env, state, batches, model = run.cfg, run.env, run.state, run.batches, run.model
-    meter = Meter(batches, state, env, flops_of(model, batches.split.T)[1])
+    meter = Meter(batches, state, env, flops_of(model, batches.split.T).training)
     deadline = None
     if cfg.time_budget is not None:
         deadline = Deadline(cfg.time_budget, state, env)
@@ -493,7 +509,7 @@ def train(run, schedule, checkpoints, log, stop):
         step = state.iter_num
         is_last = step >= schedule.max_iters
         best = False
-        is_unsaved = step != checkpoints.saved_step
+        is_unsaved = step != checkpoints.saved_step  # equal on all ranks: no step is saved twice
         stopping = stop.requested()
         is_due = is_last or state.evaluated_at is None or (step and step % cfg.eval_interval == 0)
         if is_due and step != state.evaluated_at:
@@ -502,8 +518,9 @@ def train(run, schedule, checkpoints, log, stop):
             if evaluation is None:  # a signal came; the resumed run evaluates this step again
                 stopping = True
             else:
-                # the lowest loss whose best.pt was written, because others do not count
-                state.best_val_loss = env.broadcast(checkpoints.wait())
+                checkpoints.wait()
+                # a loss whose best.pt could not be written does not count
+                state.best_val_loss = env.broadcast(checkpoints.best_loss)
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
                 log.evaluation(step, evaluation)
@@ -515,7 +532,7 @@ def train(run, schedule, checkpoints, log, stop):
         # any: the clocks of processes differ
         save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # a periodic save waits for a finite step, or it would replace the last good ones
-        if is_unsaved and step and (best or is_last or stopping or (save_is_due and meter.state()[1] == 0)):
+        if is_unsaved and step and (best or is_last or stopping or (save_is_due and not meter.bad)):
             save(best, final=is_last or stopping)
             saved_at = time.monotonic()
             save_is_due = False
@@ -529,8 +546,8 @@ def train(run, schedule, checkpoints, log, stop):
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         if cfg.multi_token:
-            weights = ahead_weights(cfg.multi_token, progress(step, schedule, deadline))
-            model.ahead.copy_(upload(np.float32(weights), env.device))  # does not wait for a GPU
+            ahead = ahead_weights(cfg.multi_token, progress(step, schedule, deadline))
+            model.ahead.copy_(upload(np.array(ahead, np.float32), env.device))  # does not wait for a GPU
         data = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
         result = stop.unless_signaled(train_step, run.train_model, data, run.optimizers, run.scaler, cfg, env,

@@ -152,7 +152,7 @@ def test_flags_override_files_and_files_what_lies_below(card):
     first = card('n_layer = 1\nn_head = 1\nmax_iters = 1\ndtype = "auto"\n', 'a.py')
     second = card('\ufeffn_head = n_layer + 1\nmax_iters = n_ff\n', 'b.py')  # with a byte-order mark
     base = {'n_layer': 2, 'n_ff': 4, 'learning_rate': 1, 'gone': 1}
-    values, places, words = conf('--max_iters=3', first, second, below=base)
+    values, places, words = conf('--max_iters=3', first, second, derived=base)
     assert (values['n_layer'], values['n_head'], values['max_iters'], values['n_ff']) == (1, 2, 3, 4)
     assert words == [first, second] and type(values['learning_rate']) is float
     assert places == {'n_layer': f'{first}, line 1', 'n_head': f'{second}, line 1',
@@ -167,7 +167,7 @@ def test_of_two_settings_for_one_thing_the_stronger_place_wins(card, below, by_f
     """A flag over a file over a checkpoint; in one place the second replaces the first."""
     path = card(''.join(f'{name} = {value}\n' for name, value in by_file.items()))
     argv = [path, *(f'--{name}={value}' for name, value in by_flag.items())]
-    found = configure(train.TrainConfig, argv=argv, below=below, pairs=train.PAIRS)
+    found = configure(train.TrainConfig, argv=argv, derived=below, pairs=train.PAIRS)
     assert {name: getattr(found.objects[0], name) for name in expected} == expected
 
 

@@ -16,7 +16,7 @@ from model import (
     PRESETS,
     Context,
     GPTConfig,
-    attend_within,
+    attend_in_documents,
     config_from,
     flex_options,
     plain_attention,
@@ -81,12 +81,12 @@ CASES = [(5, None), (1, None), (23, None), (None, DOCUMENTS), (4, DOCUMENTS), (9
 @pytest.mark.parametrize('block', [4, 512])
 @pytest.mark.parametrize('window, documents', CASES)
 def test_attention_within_windows_and_documents_equals_a_dense_mask(monkeypatch, window, documents, block):
-    monkeypatch.setattr('model.QUERIES', block)
+    monkeypatch.setattr('model.QUERY_BLOCK', block)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 23, 8, requires_grad=True) for heads in (4, 2, 2))
     weights, results = torch.randn(2, 4, 23, 8), []
     dense = F.scaled_dot_product_attention(q, k, v, visible(23, window, documents), enable_gqa=True)
-    for y in (dense, attend_within(q, k, v, 0.0, window, documents, plain_attention)):
+    for y in (dense, attend_in_documents(q, k, v, 0.0, window, documents, plain_attention)):
         results.append([y, *torch.autograd.grad((y * weights).sum(), (q, k, v))])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
 
@@ -292,7 +292,7 @@ def test_flops_equal_what_torch_counts(shape, head_dim):
     # pairs of a query and a key that it sees, in each layer of a sequence
     pairs = sum(int(visible(16, window).sum()) for window in model.config.windows())
     attention = 2 * 6 * pairs * 4 * head_dim  # 2 FLOPs, 2 matmuls forward and 4 backward, 4 heads
-    assert flops_of(model, 16)[1] == pytest.approx(matmuls / (2 * 16) + attention / 16)
+    assert flops_of(model, 16).training == pytest.approx(matmuls / (2 * 16) + attention / 16)
 
 
 def test_initial_weights_are_a_function_of_the_seed_and_have_gpt2s_scale():
@@ -323,6 +323,7 @@ def test_modern_blocks_start_as_the_identity_and_the_head_as_uniform():
     (dict(n_layer=0, vocab_size=0), 'vocab_size=0 must be at least 1; n_layer=0'),
     (dict(dropout=1.0, softcap=math.nan), 'dropout=1.0.*softcap=nan'),
     (dict(preset='modern', n_embd=12, n_head=4), 'head_dim=3 is odd; rotary positions need an even'),
+    (dict(preset='hybrid', mixer='CA', window=8, window_pattern='SL'), 'window=8 is in no layer'),
     (dict(window_pattern='SL'), "window_pattern='SL' must contain an S, only S and L, and need a window"),
     (dict(rope_base=5e5), "rope_base=500000.0 applies only with position='rope'"),
     (dict(preset='modern', rope_local_base=50.0), 'rope_local_base=50.0 applies only with .* and a window'),

@@ -72,5 +72,5 @@ class Model:
 
 def checked(cfg):
     """Return settings that Python code gave, as a command reads them. Raises ValueError for wrong ones."""
-    (cfg,), *_ = configure(type(cfg), argv=[], below=dataclasses.asdict(cfg), origin='the call')
+    (cfg,), *_ = configure(type(cfg), argv=[], derived=dataclasses.asdict(cfg), origin='the call')
     return cfg

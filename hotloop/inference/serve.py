@@ -175,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.answer(job, body)
         finally:
-            job.text.finish = job.text.finish or 'cancelled'  # This frees its place in the batch.
+            job.text.finish = job.text.finish or 'cancelled'  # It is skipped, or its row dropped.
 
     def answer(self, job, body):
         """Send the text of a job, in events as it comes or whole."""
@@ -216,8 +216,9 @@ class Handler(BaseHTTPRequestHandler):
             text = None
             with contextlib.suppress(queue.Empty):
                 text, finish = job.news.get(timeout=1)  # s; the job may wait for others
-            readable, _, _ = select.select([self.connection], [], [], 0)
-            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+            poll = select.poll()  # select.select() takes no descriptor above 1,023
+            poll.register(self.connection, select.POLLIN)
+            if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
                 raise ConnectionAbortedError
             if text is not None:
                 yield text, finish

@@ -81,7 +81,7 @@ def try_compile(device):
 # On 2 CPU cores compiling 3 or 4 layers took 35 to 45 s (7 s if cached), and steps were then 1.25
 # to 1.7 times as fast: that pays after 1.8 to 2.9 minutes of a time budget. Not measured on GPUs
 COMPILE_PAYS = {'cpu': 3.0, 'cuda': 2.0}  # minutes
-EVALUATION_PAYS = 10.0  # minutes: an evaluation is compiled apart, which took 10 to 20 s
+COMPILE_EVAL_PAYS = 10.0  # minutes: compiling the model for evaluations, too, took 10 to 20 s
 
 
 def choose_compile(asked, device, minutes=None):

@@ -16,7 +16,7 @@ from hotloop.system import host
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, first_intact, replacing
 from hotloop.system.text import first_line
-from hotloop.training.shard import gather, is_sharded, shard_state
+from hotloop.training.parallel import gather, is_sharded, shard_state
 from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.weights.load import check_records, load_checkpoint
 from hotloop.weights.lora import weights_to_save
@@ -176,8 +176,8 @@ class Checkpoints:
 
     def wait(self):
         """
-        Wait for the save under way and print its failure. Returns the loss of the last best.pt that could be
-        written.
+        Wait for the save under way and print its failure. Then best_loss is that of the last best.pt that
+        could be written.
         """
         saving, self.saving = self.saving, None
         try:
@@ -185,7 +185,6 @@ class Checkpoints:
                 saving.result()
         except ValueError as e:
             print0(f'{e}; training continues')
-        return self.best_loss
 
     def write(self, checkpoint, best):
         """

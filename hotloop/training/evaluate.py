@@ -8,7 +8,7 @@ import torch
 
 from hotloop.system import host
 from hotloop.training.dataloader import upload
-from hotloop.training.shard import reshard
+from hotloop.training.parallel import reshard
 
 
 def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import weakref
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -19,8 +20,8 @@ from hotloop.training.checkpoint import RunState
 from hotloop.training.dataloader import open_split
 from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import matrix_rows
+from hotloop.training.parallel import set_blocks
 from hotloop.training.schedule import plan_schedule
-from hotloop.training.shard import set_blocks
 from hotloop.weights.families import model_args_from
 from hotloop.weights.load import shape_of
 from hotloop.weights.lora import add_adapters, trainable
@@ -40,11 +41,17 @@ PUBLISHED = {'google/gemma-2-2b': dict(
     rms_norm_eps=1e-6, hidden_activation='gelu_pytorch_tanh')}
 
 
+class Flops(NamedTuple):
+    """FLOPs per token."""
+    forward: float
+    training: float  # of forward and backward
+
+
 def flops_of(model, T):
     """
-    Count the FLOPs per token in sequences of T. Returns those of the forward pass, and those of
-    forward and backward: 2 and 6 for each weight that multiplies (not embeddings), plus causal
-    attention over (T + 1) / 2 positions on average, or fewer where a window ends before that.
+    Count the Flops per token in sequences of T: 2 forward and 6 in training for each weight that
+    multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average, or fewer
+    where a window ends before that.
     Frozen weights have no gradients; adapters cost as much as any other weights.
     """
     c = model.config
@@ -58,8 +65,8 @@ def flops_of(model, T):
     forward = 2 * (weights + attention + adapters)
     if adapters:
         head = c.n_embd * c.vocab_size * model.lm_head.weight.requires_grad
-        return forward, forward + 2 * (weights + head) + 4 * (attention + adapters)
-    return forward, 3 * forward
+        return Flops(forward, forward + 2 * (weights + head) + 4 * (attention + adapters))
+    return Flops(forward, 3 * forward)
 
 
 def mixer_products(c, mixer, window, T):

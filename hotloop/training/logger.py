@@ -44,7 +44,7 @@ def print_run(model, batches, val, meta, cfg, env):
              f'data: {data}',
              f'model: {shape_text(c)}',
              f'  {model.num_params():,} parameters, '
-             f'{flops_of(model, c.block_size)[1] / 1e6:,.1f} MFLOP per token',
+             f'{flops_of(model, c.block_size).training / 1e6:,.1f} MFLOP per token',
              f'batch: {counted(batches.micro_batch, "sequence")} x '
              f'{counted(batches.accumulation, "micro-batch")} x {counted(env.world, "process")} = '
              f'{batches.global_batch * c.block_size:,} tokens per step{chunks}']

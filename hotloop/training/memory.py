@@ -8,7 +8,7 @@ import torch
 from hotloop.system.device import device_memory
 from hotloop.system.text import counted
 from hotloop.training.dataloader import kept_on_device, share_batch
-from hotloop.training.shard import set_blocks
+from hotloop.training.parallel import set_blocks
 from hotloop.weights.lora import trainable
 
 EAGER_LOGIT = 12  # bytes of a logit in an uncompiled step

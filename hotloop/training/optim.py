@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from hotloop.training.shard import all_rows, local, own_rows
+from hotloop.training.parallel import all_rows, local, own_rows
 
 UPDATED = 2**26  # weights that Muon updates at once
 # a, b and c of each iteration (Polar Express, arXiv 2505.16932)

@@ -18,10 +18,10 @@ ABOVE_0 = ('learning_rate', 'muon_lr', 'embed_lr', 'max_iters', 'max_epochs', 't
            'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
            'log_interval', 'loss_chunks', 'patience', 'depth')
 BELOW_1 = ('beta1', 'beta2', 'muon_momentum')
-# {setting: {another: the values that it allows}}. The budget decides when the rate decays, linearly; the
-# states of adamw8bit cannot be divided, nor can the penalty of a part of a matrix be computed
+# {setting: {another: the values that it allows}}. The budget decides when the rate decays; the states
+# of adamw8bit cannot be divided, nor can the penalty of a part of a matrix be computed
 ALLOWED = {
-    'time_budget': {'decay_lr': (True,), 'lr_schedule': ('cosine', 'linear'), 'lr_decay_iters': (None,)},
+    'time_budget': {'decay_lr': (True,), 'lr_decay_iters': (None,)},
     'shard': {'auto_batch': (False,), 'ortho_penalty': (0.0,), 'optimizer': ('adamw', 'muon')}}
 # these settings belong to a command and its machine, not to the run that is resumed
 OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'dry_run', 'device', 'backend'}
@@ -104,10 +104,10 @@ def checkpoint_settings(checkpoint, shape):
     return {name: value for name, value in saved.items() if name not in own}
 
 
-def compare_settings(objects, given, before, bound):
+def compare_settings(objects, given, before, fixed):
     """
     Print the given settings that differ from the checkpoint's, {name: value}. Raises ValueError for
-    those in `bound`, for which None stands for the checkpoint's value.
+    those in `fixed`, for which None stands for the checkpoint's value.
     """
     now = {}
     for o in objects:
@@ -115,7 +115,7 @@ def compare_settings(objects, given, before, bound):
     wrong, flags = [], []
     for name, place in given.items():
         value, was = now[name], before.get(name, now[name])
-        if name not in bound:
+        if name not in fixed:
             print_change(name, was, value)
         elif value not in (was, None):
             wrong.append(f'{place}: {name}={value!r}, but the checkpoint has {was!r}, which cannot '

@@ -52,7 +52,7 @@ def fake_checkpoint(m):
     def checkpoint(run, *args, **options):
         print('recomputed')
         return run(*args)
-    m.setattr('hotloop.training.shard.checkpoint', checkpoint)
+    m.setattr('hotloop.training.parallel.checkpoint', checkpoint)
 
 
 def fake_wandb(m):

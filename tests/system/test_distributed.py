@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from hotloop.system.distributed import Env, StopRequest, check_same_step, print0
+from hotloop.system.distributed import Env, check_same_step, print0
+from hotloop.system.signals import StopRequest
 
 
 def test_output_that_nobody_reads_leaves_the_exit_code_alone():

@@ -18,7 +18,7 @@ from hotloop.training.forecast import (
     memory_of,
 )
 from hotloop.training.optim import build_optimizers
-from hotloop.training.shard import set_blocks
+from hotloop.training.parallel import set_blocks
 from hotloop.weights.lora import LoRAConfig, add_adapters, trainable
 from model import GPT, GPTConfig
 from train import TrainConfig

@@ -165,12 +165,14 @@ def test_data_of_a_run_may_have_another_name(train_tiny, tmp_path, stopped, data
     assert load(stopped / 'ckpt.pt')['config']['dataset'] == 'tiny.1'
 
 
-def test_a_time_budget_that_has_decided_cannot_change(train_tiny, stopped):
+def test_a_time_budget_that_has_decided_cannot_change_but_end(stopped, capsys):
     change(stopped, lambda checkpoint: checkpoint['config'].update(time_budget=3.0))
     flags = ['--init_from=resume', f'--out_dir={stopped}', '--time_budget=10']
     assert train.read_settings(flags).train.time_budget == 10
     change(stopped, lambda checkpoint: checkpoint['state'].update(max_iters=900))
     assert 'to continue it: --time_budget=3.0;' in error_of(train.read_settings, flags)
+    assert train.read_settings([*flags[:2], '--time_budget=None']).train.time_budget is None
+    assert 'time_budget: 3.0 before, None now' in capsys.readouterr().out
 
 
 def test_what_may_change_is_taken_and_printed(train_tiny, stopped, capsys):

@@ -69,12 +69,14 @@ def test_a_lost_best_pt_is_written_at_the_next_evaluation(tmp_path):
         run.save(checkpoint(3) | {'best_val_loss': 1.0}, best=True, final=True)
     for step in (3, 4):
         latest = run.latest().checkpoint
-        assert run.wait() == 2.0 and (latest['iter_num'], latest['best_val_loss']) == (step, 2.0)
+        run.wait()
+        assert run.best_loss == 2.0 and (latest['iter_num'], latest['best_val_loss']) == (step, 2.0)
         assert ('evaluated_at' in latest['state']) == (step == 3)  # -1: evaluated again
         run.save(checkpoint(4) | {'best_val_loss': 1.0}, best=False, final=True)
     best.rmdir()
     run.save(checkpoint(5) | {'best_val_loss': 1.5}, best=True, final=True)
-    assert run.wait() == 1.5 and load_checkpoint(str(best))['iter_num'] == 5
+    run.wait()
+    assert run.best_loss == 1.5 and load_checkpoint(str(best))['iter_num'] == 5
 
 
 # -----------------------------------------------------------------------------

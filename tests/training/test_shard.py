@@ -21,8 +21,8 @@ from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.forecast import memory_of
 from hotloop.training.optim import build_optimizers
+from hotloop.training.parallel import gather, local
 from hotloop.training.run_dir import open_folder
-from hotloop.training.shard import gather, local
 from hotloop.weights.lora import weights_to_save
 from model import GPT, GPTConfig
 from train import TrainConfig
