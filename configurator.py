@@ -63,7 +63,9 @@ def accept(value, kind):
             with contextlib.suppress(OverflowError, ValueError):  # beyond a float's range, infinite, or NaN
                 if part(value) == value and math.isfinite(value):
                     return part(value)
-        if part in (str, bool, type(None)) and isinstance(value, part):
+        if part is str and isinstance(value, str):
+            return str.__str__(value)  # plain, because a checkpoint with NumPy's str cannot be loaded
+        if part in (bool, type(None)) and isinstance(value, part):
             return value
         if isinstance(part, str) and part == value:
             return part
@@ -116,6 +118,7 @@ def read_file(path, settings):
     if not os.path.exists(path):
         return {}, [f'{path} does not exist{hint}']
     namespace = Assigned({'__file__': path, **{name: value for name, (value, _) in settings.items()}})
+    before = dict(namespace)
     namespace.lines = {}
     try:
         source = Path(path).read_text(encoding='utf-8-sig')  # editors may write a byte-order mark
@@ -129,9 +132,15 @@ def read_file(path, settings):
     for name in namespace.get('__annotations__', {}):
         if name not in namespace.lines:
             problems.append(f'{path}: "{name}: VALUE" sets nothing; write {name} = VALUE')
-    for name, line in namespace.lines.items():
-        value = namespace.get(name)
-        place = f'{path}, line {line}'
+    # those that `global` or globals() assign have no line
+    changed = [name for name, value in namespace.items() if name not in before or value is not before[name]]
+    for name in dict.fromkeys([*namespace.lines, *changed]):
+        if name not in namespace:  # deleted again, as the name of an exception is
+            continue
+        value = namespace[name]
+        place = path
+        if name in namespace.lines:
+            place += f', line {namespace.lines[name]}'
         if name in settings:
             found[name] = value, place
         elif not (name.startswith('_') or callable(value) or inspect.ismodule(value)):

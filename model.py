@@ -475,7 +475,7 @@ class Attention(nn.Module):
             self.head_gate = nn.Parameter(torch.zeros(config.n_head, config.gate_channels))
         # what a KVCache keeps for each row; here the last key
         self.state_shapes = {'past': (config.n_kv_head, 1, D)} if config.key_shift else {}
-        self.features = None  # a KernelAttention with mixer='kernel'; the name is that of checkpoints
+        self.features = None  # a KernelAttention with mixer='kernel'; named as in checkpoints
         if config.mixers()[layer] == 'K':
             from hotloop.mixers.kernel import KernelAttention
             self.features = KernelAttention(config, layer)

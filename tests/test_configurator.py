@@ -109,7 +109,15 @@ import time
 from math import ceil
 from hotloop_test_base import n_head
 import numpy as np
-wandb_run_name = 'ft-' + str(time.time())
+wandb_run_name = np.str_('ft-' + str(time.time()))
+try:
+    import no_such_module
+except ImportError as e:
+    globals().update(beta1=0.5)
+def big():
+    global grad_clip
+    grad_clip = 2.0
+big()
 min_lr = learning_rate / 10  # the default: this file sets it later
 learning_rate = np.float32(0.5)
 _half = 0.5 if __file__.endswith('.py') else 0
@@ -124,11 +132,11 @@ for _ in range(2):
 ''')
     values, places, words = conf(path)
     expected = {'min_lr': 6e-4 / 10, 'learning_rate': 0.5, 'n_layer': 9, 'n_head': 6, 'max_iters': 5,
-                'n_ff': 1000}
+                'n_ff': 1000, 'beta1': 0.5, 'grad_clip': 2.0}
     assert {name: values[name] for name in expected} == expected
-    assert values['wandb_run_name'].startswith('ft-1')
+    assert values['wandb_run_name'].startswith('ft-1') and type(values['wandb_run_name']) is str
     assert set(places) == {*expected, 'wandb_run_name'} and words == [path]
-    assert places['n_layer'] == f'{path}, line 13' and type(values['learning_rate']) is float
+    assert places['n_layer'] == f'{path}, line 21' and type(values['learning_rate']) is float
 
 
 @pytest.mark.parametrize('text, problem', [

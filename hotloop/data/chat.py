@@ -101,10 +101,13 @@ def read_row(row, where, text_field=None):
     chat = first_of(row, ('messages', 'conversations'))
     question = first_of(row, ('instruction', 'prompt', 'question'))
     answer = first_of(row, ANSWERS)
-    if chat and isinstance(row[chat], list):
+    # in tables that were put together, what has a value decides
+    has_text = bool(row.get('text') or row.get('content'))
+    has_pair = bool(question and answer and (row[question] or row[answer]))
+    if chat and isinstance(row[chat], list) and (row[chat] or not (has_pair or has_text)):
         suited = 'chatml'
         turns = [turn_of(message, where) for message in row[chat]]
-    elif answer and question:
+    elif has_pair or (question and answer and not has_text):
         suited = 'joined'
         if question == 'instruction':
             suited = 'alpaca'
@@ -195,7 +198,7 @@ def render(turns, name):
     between = ''
     for role, text in merged:
         before, after = getattr(template, role)
-        counts = role == 'assistant'
+        counts = role == 'assistant' and bool(text)  # nobody wants to learn empty answers
         parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
         between = template.between
     return [part for part in parts if part[0]]

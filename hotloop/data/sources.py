@@ -109,7 +109,7 @@ def files_under(folder, left_out=()):
             folders.clear()
             continue
         found += [os.path.join(here, name) for name in names if name[0] != '.']
-    return sorted(found)
+    return sorted(path for path in found if os.path.isfile(path))  # no pipes, no dangling links
 
 
 def stdlib_files():

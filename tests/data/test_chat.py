@@ -44,7 +44,7 @@ def shown(row, template):
     ({**ALPACA, 'input': ''}, 'auto', f'[{TASK}{WRITE}Add.\n\n### Response:\n]4'),
     ({'instruction': 'Add.', 'context': '2 and 2', 'response': '4', 'category': 'sum'}, 'plain',
      '[Add.\n\n2 and 2\n]4'),
-    ({'instruction': None, 'output': None, **PAIR}, 'auto', '[Q: 2+2?\nA:] 4'),
+    ({'instruction': None, 'output': None, 'messages': [], **PAIR}, 'auto', '[Q: 2+2?\nA:] 4'),
     ({'instruction': 'Add.', 'input': None, 'context': '2 and 2', 'response': None, 'output': '4'}, 'plain',
      '[Add.\n\n2 and 2\n]4'),
     ({**ALPACA, 'system': 'Brief.', 'input': None}, 'alpaca',
@@ -63,7 +63,7 @@ def test_the_document_of_a_row(row, template, expected):
 
 @pytest.mark.parametrize('row, expected', [
     ('text', 'text'), ({'text': 'a', 'content': 'b'}, 'a'), ({'content': 'b', 'n': 3}, 'b'),
-    ({'text': '', 'content': 'b'}, 'b'),
+    ({'text': '', 'content': 'b'}, 'b'), ({'text': 'a', 'prompt': None, 'answer': '', 'messages': []}, 'a'),
     ({'text': 'a\ud800b \ud83d\ude00'}, 'a\ufffdb 😀'),
 ])
 def test_a_text_is_one_part(row, expected):
@@ -121,6 +121,8 @@ def test_the_answer_and_the_text_after_it_count_in_every_template():
         parts = render([('user', 'q'), ('assistant', 'a')], name)
         assert ''.join(text for text, markup, counts in parts if counts) == 'a' + template.assistant[1]
         assert all(text for text, *_ in parts)
+        after_none = render([('user', 'q'), ('assistant', ''), ('user', 'r'), ('assistant', 'a')], name)
+        assert [part for part in after_none if part[2]] == [part for part in parts if part[2]]
 
 
 def test_special_ids_come_from_the_template_and_never_from_the_data():

@@ -67,6 +67,7 @@ def test_a_folder_that_links_lead_to_again_is_read_once(tmp_path, files):
     make(tmp_path, 'here/a.txt', 'here/sub/b.txt', 'elsewhere/c.txt')
     for name, target in (('up', '..'), ('again', '..'), ('other', tmp_path / 'elsewhere')):
         (tmp_path / 'here' / 'sub' / name).symlink_to(target)
+    (tmp_path / 'here' / 'gone.txt').symlink_to('nowhere')  # is left out
     assert files(tmp_path / 'here') == [(name, 'text') for name in ('a.txt', 'sub/b.txt', 'sub/other/c.txt')]
 
 
