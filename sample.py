@@ -185,8 +185,11 @@ def chat(opened, cfg):
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
     turns = []
     if cfg.start.strip():
-        _, given, _ = read_prompts(cfg.start)[0]
-        turns = [('system', given[-1][1].strip())]
+        prompts = read_prompts(cfg.start)
+        if not prompts:
+            raise ValueError(f'start={cfg.start!r} holds no system prompt')
+        turns = [('system', prompts[0][1][-1][1].strip())]
+        fit_turns(opened, [*turns, ('user', '')], template, cfg.max_new_tokens)  # or none would fit
     cfg = replace(cfg, num_samples=1)
     with contextlib.suppress(ImportError):  # Windows has none
         import readline  # edits lines
@@ -275,6 +278,7 @@ COMMANDS = {'score': score, 'eval_code': eval_code, 'chat': chat, 'serve': serve
 
 def main(argv=None):
     (cfg,), *_ = configure(SampleConfig, argv=argv, about=__doc__)
+    sys.stdout.reconfigure(errors='backslashreplace')  # a terminal that is not UTF-8
     opened = Model(cfg, GPT)
     checkpoint, spec = opened.weights.checkpoint, opened.tokenizer.spec()
     step = f', step {checkpoint["iter_num"]}' if 'iter_num' in checkpoint else ''

@@ -211,6 +211,7 @@ def prompt_of(row, where):
     or without its answer.
     """
     if isinstance(row, str):
+        row = fix_surrogates(row)
         return row, [('user', row)], None
     row = {name: value for name, value in as_object(row, where).items() if name not in ANSWERS}
     suited, turns = read_row({**row, 'completion': ''}, where)

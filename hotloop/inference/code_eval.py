@@ -17,7 +17,7 @@ import textwrap
 import warnings
 from typing import NamedTuple
 
-from hotloop.data.chat import as_object, read_row
+from hotloop.data.chat import as_object, check_text, first_of, read_row, text_of
 from hotloop.data.documents import rows_in
 from hotloop.data.sources import open_file
 from hotloop.inference.score import print_row
@@ -70,18 +70,23 @@ def read_task(row, where, is_chat):
     row = as_object(row, where)
     name = str(row.get('task_id', where))
     if {'entry_point', 'prompt', 'test'} <= row.keys():
-        prompt = row['prompt']
+        prompt = check_text(row['prompt'], f'{where}: prompt')
         question = f'Complete this Python function:\n\n{prompt}' if is_chat else prompt
         tests = f'{row["test"]}\ncheck({row["entry_point"]})\n'
         return Task(name, [('user', question)], 'joined', prompt, row.get('canonical_solution', ''),
                     row['entry_point'], tests, BODY_STOPS)
     if 'test_list' in row:
-        prompt = row.get('text') or row['prompt']  # the latter in sanitized-mbpp.json
+        prompt = text_of(row, where, first_of(row, ('text', 'prompt')))  # the latter in sanitized-mbpp.json
+        imports = row.get('test_imports') or []
+        for lines in (row['test_list'], imports):
+            if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+                raise ValueError(f'{where}: test_list and test_imports must be lists of text, '
+                                 f'not {lines!r:.50}')
         tests = '\n'.join(row['test_list'])
         question = f'"""\n{prompt}\n{tests}\n"""\n'
         if is_chat:
             question = f'{prompt}\nThe code should pass these tests:\n\n{tests}'
-        setup = '\n'.join([row.get('test_setup_code') or '', *(row.get('test_imports') or [])])
+        setup = '\n'.join([row.get('test_setup_code') or '', *imports])
         return Task(name, [('user', question)], 'joined', prompt, row.get('code', ''), '',
                     f'{setup}\n{tests}\n', PROGRAM_STOPS)
     suited, turns = read_row(row, where)
@@ -226,7 +231,8 @@ def print_metrics(verdicts, output):
     for metric, values in rates.items():
         if values:
             rate = statistics.mean(values)
-            tasks = len(values) * num_tasks // len(verdicts)  # Samples of a task do not narrow the interval.
+            # Samples of a task do not narrow the interval.
+            tasks = max(len(values) * num_tasks // len(verdicts), 1)
             rows.append((metric, tasks, len(values), rate, *wilson(rate, tasks)))
     first = [verdict for verdict in referenced if verdict.seed == verdicts[0].seed]
     if first:

@@ -42,12 +42,12 @@ def read_documents(source, tokenizer, template, data_dir):
         files = files_of(source, 'auto', data_dir, os.path.join(folder, 'stdin'))
         used = template_of(files, of_model=None if template == 'none' else template)
         for file in files:
-            parts = []
+            encoded = []
             for piece in documents_in([file], used, None, skipped):
-                parts += piece.parts
+                encoded.append(encode_parts(tokenizer, piece.parts, piece.start))
                 if piece.end:
-                    ids, mask = encode_parts(tokenizer, parts)
-                    parts = []
+                    ids, mask = map(np.concatenate, zip(*encoded, strict=True))
+                    encoded = []
                     yield file.name, ids, mask
     if skipped:
         print(f'skipped {skipped.total():,} rows that the template cannot write', file=sys.stderr)

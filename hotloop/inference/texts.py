@@ -72,15 +72,19 @@ def fit_turns(opened, turns, template, max_new_tokens):
     limit = size - min(max_new_tokens, size // 4)
     system = [turn for turn in turns[:1] if turn[0] == 'system']
     turns = turns[len(system):]
-    for first, (role, _) in enumerate(turns):
-        if first and role != 'user':
+    fitting = None
+    for first in reversed(range(len(turns))):  # from the newest: a long history is not encoded
+        if first and turns[first][0] != 'user':
             continue
-        kept = system + turns[first:]
-        ids = turn_ids(opened.tokenizer, kept, template)
-        if len(ids) <= limit:
-            if first:
-                print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
-            return kept, ids
+        ids = turn_ids(opened.tokenizer, system + turns[first:], template)
+        if len(ids) > limit:
+            break
+        fitting = first, ids
+    if fitting:
+        first, ids = fitting
+        if first:
+            print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
+        return system + turns[first:], ids
     raise ValueError(f'the message takes {len(ids):,} tokens with its template; the context has room for '
                      f'{limit:,}; write less, or train with a --block_size above {size:,}')
 

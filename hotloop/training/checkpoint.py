@@ -153,13 +153,16 @@ class Checkpoints:
         """Make the checkpoint of a resume the latest one, and rename the damaged ones."""
         if os.stat(latest.path).st_mtime_ns != latest.written:  # by a process that was about to end
             raise ValueError(f'{latest.path} was written again in the meantime; run the command again')
-        for path in latest.damaged:
-            os.replace(path, path + '.damaged')
         newest, best = (os.path.join(self.folder, name) for name in ('ckpt.pt', 'best.pt'))
-        if latest.path != newest:
-            os.replace(latest.path, newest)
-        if 'state' not in latest.checkpoint and not os.path.exists(best):
-            copy_file(newest, best)  # of nanoGPT, whose only file holds the best weights
+        try:
+            for path in latest.damaged:
+                os.replace(path, path + '.damaged')
+            if latest.path != newest:
+                os.replace(latest.path, newest)
+            if 'state' not in latest.checkpoint and not os.path.exists(best):
+                copy_file(newest, best)  # of nanoGPT, whose only file holds the best weights
+        except OSError as e:
+            raise ValueError(f'checkpoints in {self.folder} could not be renamed or copied: {e}') from None
         if not os.path.exists(best):
             self.best_loss = math.inf
 
@@ -211,8 +214,11 @@ class Checkpoints:
             checkpoint['best_val_loss'] = checkpoint['state']['best_val_loss'] = self.best_loss
             save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
             self.saved_step = step
-            for path in checkpoint_paths(self.folder)[KEEP:]:
-                os.remove(path)
+            try:
+                for path in checkpoint_paths(self.folder)[KEEP:]:
+                    os.remove(path)
+            except OSError as e:
+                print0(f'an older checkpoint could not be removed: {e}')
             self.copy()
             self.seconds = host.process_seconds() - began
 

@@ -6,7 +6,7 @@ import re
 
 from hotloop.data.tokenizer import spec_of, template_of_record
 from hotloop.system.files import read_json, replacing
-from hotloop.weights.families import check_keys, head_dim_of, swap_rows
+from hotloop.weights.families import KIND_OF, check_keys, head_dim_of, swap_rows
 from hotloop.weights.lora import EMBEDDINGS, LoRAConfig, adapters_of, embeddings_of
 from hotloop.weights.safetensors import read_safetensors, write_safetensors
 
@@ -33,7 +33,8 @@ def write_adapter(folder, checkpoint):
     tensors = {}
     targets = {}  # names, in order
     adapters = adapters_of(checkpoint['model'], lora['parts'])
-    adapters = swap_nanochat(adapters, checkpoint.get('hf_config'), checkpoint['model_args'])
+    family = family_of(checkpoint.get('hf_config'), checkpoint['model_args'])
+    adapters = swap_nanochat(adapters, family, checkpoint['model_args'])
     for (layer, projection), (A, B) in adapters.items():
         is_gpt2 = projection in lora['parts']  # It has a matrix of its own.
         blocks = 'transformer.h'
@@ -53,7 +54,7 @@ def write_adapter(folder, checkpoint):
               'lora_dropout': lora['lora_dropout'], 'target_modules': list(targets),
               'modules_to_save': ['wte' if is_gpt2 else 'embed_tokens', 'lm_head'] if saved else None,
               'fan_in_fan_out': is_gpt2, 'bias': 'none', 'inference_mode': True}
-    origin = {'base': lora['base'], 'sha256': lora['sha256'], 'quantize': lora['quantize'],
+    origin = {'base': lora['base'], 'family': family, 'sha256': lora['sha256'], 'quantize': lora['quantize'],
               'tokenizer': spec_of(checkpoint), 'template': template_of_record(checkpoint)}
     try:
         os.makedirs(folder, exist_ok=True)
@@ -65,12 +66,17 @@ def write_adapter(folder, checkpoint):
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from None
 
 
-def swap_nanochat(adapters, hf_config, model_args):
+def family_of(hf_config, model_args):
+    """Return the model_type of the Hugging Face form of a base. hf_config: its config.json, or None."""
+    return hf_config['model_type'] if hf_config else KIND_OF[model_args.get('preset', 'gpt2')]
+
+
+def swap_nanochat(adapters, family, model_args):
     """
-    Translate the adapters of a base with this config.json, or None, to NanoChat's projections and
-    rotation, or back; see swap_halves(). Those of other families stay as they are.
+    Translate the adapters of a NanoChat to its projections and rotation, or back; see swap_halves().
+    Those of other families stay as they are.
     """
-    if not hf_config or hf_config['model_type'] != 'nanochat':
+    if family != 'nanochat':
         return adapters
     head_dim = head_dim_of(model_args)
     swapped = {}
@@ -88,9 +94,10 @@ def is_adapter(folder):
 def base_of(folder):
     """
     Read which weights the adapters of a folder were trained on: {'base': name, 'sha256': their hash
-    or None, 'quantize': how they were rounded, 'tokenizer' and 'template': those of the data, or None}.
+    or None, 'family': model_type of the form in which they are stored, or None, 'quantize': how they were
+    rounded, 'tokenizer' and 'template': those of the data, or None}.
     """
-    record = {'sha256': None, 'quantize': 'none', 'tokenizer': None, 'template': None}
+    record = {'sha256': None, 'family': None, 'quantize': 'none', 'tokenizer': None, 'template': None}
     path = os.path.join(folder, ORIGIN)
     if os.path.exists(path):  # peft writes none
         record |= read_json(path)
@@ -108,6 +115,8 @@ def read_adapter(folder):
     check_keys(config, SUPPORTED, f'{folder}/{CONFIG}')
     if not {'r', 'lora_alpha'} <= config.keys():
         raise ValueError(f"{folder}/{CONFIG} has no r and lora_alpha: it is not of peft's LoRA")
+    if not isinstance(config['r'], int) or config['r'] < 1:
+        raise ValueError(f'{folder}/{CONFIG}: r={config["r"]!r} is not a rank')
     lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
                       lora_rs=config.get('use_rslora', False))
     matrices = {}
@@ -125,6 +134,10 @@ def read_adapter(folder):
             raise ValueError(f'{folder}: {name} is not supported, only adapters of matrices in '
                              'blocks, and complete embeddings and heads')
         elif place[3] == 'A':
-            B = tensors[name.replace('lora_A', 'lora_B')]
+            B = tensors.get(name.replace('lora_A', 'lora_B'))
+            if B is None or not tensor.dim() == B.dim() == 2 or len(tensor) != B.size(1):
+                raise ValueError(f'{folder}: {name} has no lora_B of its rank')
             matrices[int(place[1]), place[2]] = tensor.float(), B.float()
+    if not (matrices or embeddings):
+        raise ValueError(f'{folder}/{TENSORS} has no adapters')
     return matrices, embeddings, lora.scale()

@@ -10,13 +10,11 @@ import torch
 
 from hotloop.system.files import replacing
 from hotloop.weights.export_tokenizer import tokenizer_files
-from hotloop.weights.families import BLOCKS, CONV1D, NAMES, OUTSIDE, model_args_from, swap_halves
+from hotloop.weights.families import BLOCKS, CONV1D, KIND_OF, NAMES, OUTSIDE, model_args_from, swap_halves
 from hotloop.weights.safetensors import write_safetensors
 
 ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'nanochat': 'NanoChatForCausalLM', 'qwen3': 'Qwen3ForCausalLM'}
 ACTIVATIONS = {'gelu': 'gelu', 'gelu_tanh': 'gelu_new'}  # of GPT-2
-# {preset: model_type}
-KIND_OF = {'gpt2': 'gpt2', 'modern': 'nanochat', 'hybrid': 'nanochat', 'qwen3': 'qwen3'}
 SAME_FUNCTION = ('preset', 'dropout', 'zero_init', 'label_smoothing')  # settings of training alone
 EMBEDDINGS = ('transformer.wte', 'transformer.wpe', 'lm_head')
 

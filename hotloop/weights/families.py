@@ -69,6 +69,8 @@ BLOCKS = dict.fromkeys(SETTINGS, BLOCK) | {
     'gemma2': GEMMA_BLOCK, 'gemma3_text': GEMMA_BLOCK,
     'nanochat': BLOCK | {'mlp.c_fc': ('mlp.fc1',), 'mlp.c_proj': ('mlp.fc2',)}}
 OUTSIDE = {'model.embed_tokens': 'transformer.wte', 'model.norm': 'transformer.ln_f', 'lm_head': 'lm_head'}
+# {preset: model_type of the Hugging Face form of a new model}
+KIND_OF = {'gpt2': 'gpt2', 'modern': 'nanochat', 'hybrid': 'nanochat', 'qwen3': 'qwen3'}
 CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 
 
@@ -102,6 +104,8 @@ def model_args_from(config, path):
         return settings | rope_of(config, 'S' in pattern and kind == 'gemma3_text', path)
     except KeyError as e:
         raise ValueError(f'{path} has no {e}') from None
+    except (AttributeError, TypeError, ZeroDivisionError) as e:  # a number that is a text, or null
+        raise ValueError(f'{path} has a value of the wrong kind: {e}') from e
 
 
 def check_keys(config, supported, path):

@@ -17,7 +17,7 @@ from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of, templat
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
 from hotloop.system.files import checkpoint_paths, first_intact, hash_file, read_json
 from hotloop.system.text import first_line
-from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter, swap_nanochat
+from hotloop.weights.adapter import TENSORS, base_of, family_of, is_adapter, read_adapter, swap_nanochat
 from hotloop.weights.families import CONV1D, head_dim_of, model_args_from, our_name, swap_halves
 from hotloop.weights.lora import adapters_of, embeddings_of, hash_weights, merged
 from hotloop.weights.safetensors import read_safetensors
@@ -113,6 +113,8 @@ def load_checkpoint(path):
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
     except Exception as e:  # reading damaged bytes can raise nearly anything
+        if isinstance(e, MemoryError) or 'allocate memory' in str(e):  # nor does an older one fit
+            raise MemoryError(f'there is not enough memory to load {path}') from None
         raise ValueError(f'{path} is damaged or not a checkpoint: {first_line(e)}') from e
     if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= checkpoint.keys():
         raise ValueError(f'{path} is not a hotloop or nanoGPT checkpoint: "model" or "model_args" missing')
@@ -144,7 +146,10 @@ def load_adapter(folder):
     rest = {'sha256': hash_file(os.path.join(folder, TENSORS)),
             'hf_config': base.checkpoint.get('hf_config'),
             'template': record['template'] or template_of(folder) or template_of_record(base.checkpoint)}
-    matrices = swap_nanochat(matrices, base.checkpoint.get('hf_config'), base.model_args)
+    family = record['family']
+    if not family and (rest['hf_config'] or not record['sha256']):  # older folders of ours are as trained
+        family = family_of(rest['hf_config'], base.model_args)
+    matrices = swap_nanochat(matrices, family, base.model_args)
     weights = merged(base.weights | embeddings, matrices, scale, record['quantize'])
     model_args = {**base.model_args, 'vocab_size': len(weights[WTE])}  # that of embeddings saved by peft
     if embeddings and not torch.equal(weights[WTE], weights[HEAD]):
@@ -210,6 +215,9 @@ def read_tensors(folder, kind):
         raise ValueError(f'{folder} has no model.safetensors; if you trust its source, transformers makes '
                          'a folder: AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER) '
                          'and AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)')
+    total = re.search(r'-of-(\d+)\.safetensors$', paths[0])
+    if total and len(paths) < int(total[1]):
+        raise ValueError(f'{folder} has {len(paths)} of {int(total[1])} files of weights; download it again')
     found = {}
     for path in paths:
         for name, tensor in read_safetensors(path).items():
