@@ -89,7 +89,7 @@ def model_args_from(config, path):
     settings = dict(SETTINGS[kind])
     try:
         for ours, theirs in NAMES[kind].items():
-            settings[ours] = config[theirs]
+            settings[ours] = number_of(config, theirs, ours, path)
         if kind == 'gpt2':
             return settings | {'mlp': MLP_OF[config['activation_function']]}
         if kind.startswith('gemma'):  # transformers' Gemma 3 has one of the soft-caps
@@ -106,6 +106,17 @@ def model_args_from(config, path):
         raise ValueError(f'{path} has no {e}') from None
     except (AttributeError, TypeError, ZeroDivisionError) as e:  # a number that is a text, or null
         raise ValueError(f'{path} has a value of the wrong kind: {e}') from e
+
+
+def number_of(config, key, ours, path):
+    """Return the number of a key, whose setting is `ours`. Raises ValueError if it is none."""
+    value = config[key]
+    if ours == 'tie':
+        return bool(value)
+    is_number = isinstance(value, int) or (ours == 'norm_eps' and isinstance(value, float))
+    if not is_number and not (value is None and ours in ('n_kv_head', 'head_dim', 'n_ff')):
+        raise ValueError(f'{path}: {key}={value!r} is not a number of its kind')
+    return value
 
 
 def check_keys(config, supported, path):

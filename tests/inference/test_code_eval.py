@@ -64,6 +64,14 @@ def test_an_answer_passes_if_its_program_and_the_tests_run(row, answer, outcome)
     assert judge(verdict.task, 7, answer, run=False).outcome is None
 
 
+@pytest.mark.parametrize('row', [
+    {**SQUARE, 'test_list': 'assert sq(3) == 9'}, {**SQUARE, 'test_imports': 'import math'},
+    {**SQUARE, 'test_list': None}, {**ADD, 'prompt': 3}])
+def test_a_task_of_the_wrong_types_is_named(row):
+    """A text of tests would be joined by its characters."""
+    assert error_of(read_task, row, 'line 7', False).startswith('line 7: ')
+
+
 def test_the_question_of_a_task():
     """It is an instruction in a chat template, otherwise code to continue. Rows keep their fields."""
     bare, chat = [read_task(ADD, '', is_chat).turns[0][1] for is_chat in (False, True)]

@@ -186,6 +186,8 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
     ('llama', {'is_causal': False}, 'is_causal=False is not supported, only True'),
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
+    ('llama', {'hidden_size': '32'}, "hidden_size='32' is not a number"),
+    ('llama', {'rope_scaling': 'linear'}, 'has a value of the wrong kind'),
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
     ('nanochat', {'hidden_act': 'silu'}, 'hidden_act=silu is not supported, only relu2'),

@@ -48,6 +48,18 @@ def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_pa
     assert 'ckpt-000000020.pt' in error_of(load_weights, str(tmp_path))
 
 
+def test_memory_that_runs_out_is_no_damage(tmp_path, monkeypatch):
+    """Or a resume would go back to an older checkpoint that fits."""
+    for name in ('ckpt.pt', 'ckpt-000000020.pt'):
+        write_checkpoint(tmp_path / name, 20)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+    monkeypatch.setattr(torch, 'load', fail)
+    with pytest.raises(MemoryError, match=r'not enough memory to load .*ckpt\.pt'):
+        load_weights(str(tmp_path))
+
+
 def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkdir('gpt2')
@@ -166,6 +178,9 @@ def test_a_weight_in_two_files_is_refused(gpt2_folder):
     first = gpt2_folder / 'model-00001-of-00001.safetensors'
     os.rename(gpt2_folder / 'model.safetensors', first)
     assert load_weights(str(gpt2_folder)).weights
+    os.rename(first, gpt2_folder / 'model-00001-of-00002.safetensors')
+    assert 'has 1 of 2 files of weights' in error_of(load_weights, str(gpt2_folder))
+    os.rename(gpt2_folder / 'model-00001-of-00002.safetensors', first)
     shutil.copy(first, gpt2_folder / 'model-00002-of-00003.safetensors')
     assert 'a second time; delete the shards' in error_of(load_weights, str(gpt2_folder))
 

@@ -11,6 +11,7 @@ from conftest import all_logits, error_of, load, rows, same, stop_at, tiny_flags
 from faults import assert_equal_runs
 from ranks import on_ranks
 
+import sample
 import train
 from hotloop.data.encode import prompt_ids
 from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
@@ -171,10 +172,16 @@ def test_what_merged_cannot_do_is_refused(tmp_path, name, value):
     assert f'{tmp_path}/adapter_config.json: {name}={value} is not supported' in error
     (tmp_path / CONFIG).write_text('{"fine_tune_type": "lora"}')  # of mlx-lm
     assert 'has no r and lora_alpha' in error_of(read_adapter, tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps({**config, 'r': 0}))
+    assert 'r=0 is not a rank' in error_of(read_adapter, tmp_path)
     (tmp_path / CONFIG).write_text(json.dumps(config))
     tensors = read_safetensors(tmp_path / TENSORS)
     write_safetensors(tmp_path / TENSORS, tensors | {'base_model.model.x.lora_magnitude_vector': IDS})
     assert 'lora_magnitude_vector is not supported' in error_of(read_adapter, tmp_path)
+    write_safetensors(tmp_path / TENSORS, {name: w for name, w in tensors.items() if 'lora_A' in name})
+    assert 'has no lora_B of its rank' in error_of(read_adapter, tmp_path)
+    write_safetensors(tmp_path / TENSORS, {name: w for name, w in tensors.items() if 'lora_B' in name})
+    assert 'has no adapters' in error_of(read_adapter, tmp_path)
 
 
 # -----------------------------------------------------------------------------
@@ -270,6 +277,23 @@ def test_a_run_of_mixed_layers_is_tuned(train_tiny, tmp_path):
         for layer in range(2):
             name = f'transformer.h.{layer}.{matrix}.weight'
             assert not torch.equal(base.weights[name], tuned.weights[name])
+
+
+def test_adapters_of_a_run_fit_its_export(train_tiny, tmp_path):
+    """Its family, NanoChat, has other names and rotates the other way."""
+    train_tiny('base', preset='modern', key_shift=False, x0_mix=False)
+    train_tiny('tuned', init_from=tmp_path / 'base', lora_rank=2, learning_rate=1e-2, max_iters=4)
+    assert sample.main([f'--out_dir={tmp_path}/base', f'--export={tmp_path}/hf', '--device=cpu']) == 0
+    tuned, folder = load_weights(str(tmp_path / 'tuned')).weights, tmp_path / 'tuned' / 'adapter'
+    assert 'base_model.model.model.layers.0.mlp.fc1.lora_A.weight' in read_safetensors(folder / TENSORS)
+    for name in ('base', 'hf'):
+        config = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps({**config, 'base_model_name_or_path': f'{tmp_path}/{name}'}))
+        found = load_weights(str(folder)).weights
+        assert all(torch.equal(found[key], tuned[key]) for key in tuned), name
+    (folder / ORIGIN).unlink()  # as peft writes it
+    found = load_weights(str(folder)).weights
+    assert all(torch.equal(found[key], tuned[key]) for key in tuned)
 
 
 def test_a_note_says_that_the_end_of_an_answer_was_never_learned():
