@@ -98,6 +98,7 @@ class GPTConfig:
     zero_init: bool | None = None  # blocks start as the identity; untied, the first predictions are uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
     x0_mix: bool | None = None  # each block sees a learned mix of the residual stream and the embedding
+    ideas: str = ''  # on trial
     label_smoothing: float = 0.0  # over all vocab_size ids; used in training only
 
     def problems(self):
@@ -548,7 +549,8 @@ class Conv(nn.Module):
         self.c_attn = Linear(config.n_embd, 2 * config.n_embd, bias=config.bias)
         taps = torch.randn(config.n_embd, 1, config.num_taps) / config.num_taps
         self.taps = nn.Parameter(taps)  # the last is for the token itself
-        self.gate_shift = nn.Parameter(torch.full((config.n_embd,), -2.0))  # bias; gates start nearly closed
+        self.gate_shift = nn.Parameter(torch.full((config.n_embd,), 2.0 if config.ideas == 'opengate' else -2.0))  # bias; gates start nearly closed
+        self.nogate = config.ideas == 'nogate'
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -566,6 +568,8 @@ class Conv(nn.Module):
             if place is not None:  # nothing from the document before
                 before = before * (place >= len(taps) - 1 - i)[..., None]
             y = y + tap * before
+        if self.nogate:
+            return self.dropout(self.c_proj(y) * (1 + 0 * (gate + self.gate_shift.to(x.dtype))))
         return self.dropout(self.c_proj(y) * torch.sigmoid(gate + self.gate_shift.to(x.dtype)))
 
 

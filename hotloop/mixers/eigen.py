@@ -68,6 +68,7 @@ class Eigen(nn.Module):
         self.layer = layer
         self.num_states = K
         self.is_paper = config.eigen == 'paper'
+        self.ideas = config.ideas
         self.rows = [2 * K, 2 * K if self.is_paper else K, C]  # of inputs, changes of eigenvalues, and gates
         self.state_shapes = {'eigen': (K, 2)}
         self.c_attn = Linear(C, sum(self.rows), bias=False)
@@ -91,6 +92,8 @@ class Eigen(nn.Module):
         inputs, changes, gate = self.c_attn(x).split(self.rows, dim=-1)
         b = torch.view_as_complex(inputs.float().unflatten(-1, (K, 2)).contiguous())  # (B, T, K)
         changes = self.change * changes.float().tanh()
+        if self.ideas == 'noselect':
+            changes = changes * 0
         # float(): sharded, parameters come in the compute dtype
         size = torch.sigmoid(self.decay.float() + changes[..., :K])
         turn = self.turn.float().expand_as(size)
@@ -109,6 +112,8 @@ class Eigen(nn.Module):
             coupled = torch.einsum('bthki,hjk->bthji', mixed, self.coupling.float())
             c = (mixed + COUPLING * coupled).flatten(2, 3)
         y = self.c_proj(c.flatten(2).to(x.dtype))
+        if self.ideas == 'nogate':
+            return self.dropout(y * (1 + 0 * (gate + self.gate_shift.to(x.dtype))))
         return self.dropout(y * torch.sigmoid(gate + self.gate_shift.to(x.dtype)))
 
     def carry_on(self, a, b, cache):
