@@ -134,7 +134,7 @@ def row_pieces(file, template, text_field, skipped):
         parts = parts_of(row, where, template, text_field)
         if parts is None:
             skipped['rows'] += 1
-        elif len(parts) == 1:
+        elif template is None:
             yield from pieces_of([parts[0][0]], key)
         else:
             # as given, so that every template holds out the same rows
