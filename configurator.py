@@ -269,6 +269,7 @@ def call_main(main, *args):
     Run a script's main and exit with the status that it returns, if any. A ValueError raised in our own
     files is printed as one message, with status 1; one from a library is a bug and keeps its traceback.
     """
+    sys.stdout.reconfigure(errors='backslashreplace')  # a terminal that is not UTF-8 must not end a run
     try:
         status = main(*args)
         print(end='', flush=True)  # at exit, a closed pipe could not be handled

@@ -390,7 +390,7 @@ def attend_in_window(q, k, v, dropout, window, sdpa):
 
 
 def attend_in_documents(q, k, v, dropout, window, documents, sdpa):
-    """Compute attend_in_window() within each document. documents: (B, T), non-decreasing ids."""
+    """Compute attend_in_window() within each document. documents: (B, T), ids, or None."""
     if documents is None:
         return attend_in_window(q, k, v, dropout, window, sdpa)
     rows = []

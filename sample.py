@@ -278,7 +278,6 @@ COMMANDS = {'score': score, 'eval_code': eval_code, 'chat': chat, 'serve': serve
 
 def main(argv=None):
     (cfg,), *_ = configure(SampleConfig, argv=argv, about=__doc__)
-    sys.stdout.reconfigure(errors='backslashreplace')  # a terminal that is not UTF-8
     opened = Model(cfg, GPT)
     checkpoint, spec = opened.weights.checkpoint, opened.tokenizer.spec()
     step = f', step {checkpoint["iter_num"]}' if 'iter_num' in checkpoint else ''

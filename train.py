@@ -179,8 +179,8 @@ def read_settings(argv=None):
     _, _, cfg = peek.objects
     latest = find_latest(cfg)
     derived = {}
-    # what a command does not give comes from its checkpoint (a resume), from a depth (--depth, or a time
-    # budget alone), from the machine's card (neither a card, weights nor a model named), or from the defaults
+    # the other settings: of the checkpoint in a resume; of a depth with --depth or a time budget alone; of
+    # the machine's card if the command names no card, weights or model; otherwise the defaults
     has_own_model = not OWN_MODEL.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
     chooses_depth = names_nothing and cfg.time_budget is not None and not has_own_model
@@ -191,7 +191,7 @@ def read_settings(argv=None):
         if gone:
             print0(f'settings of the checkpoint that no longer exist: {", ".join(gone)}')
     elif cfg.depth is not None or chooses_depth:  # those that suit the depth
-        given_at = peek.given.get('n_layer')  # as a flag it is a change on purpose, in a card hardly
+        given_at = peek.given.get('n_layer')  # a flag beside --depth changes it on purpose
         if peek.given.get('depth') == '--depth' and given_at not in (None, '--n_layer'):
             raise ValueError(f'--depth={cfg.depth} and {given_at} both give the shape; omit one')
         derived = choose_settings(cfg, peek.given)

@@ -1,6 +1,7 @@
 """Settings: what files and flags may contain, what is refused, and in which words."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -217,6 +218,13 @@ def test_ctrl_c_ends_with_the_status_130():
     with pytest.raises(SystemExit) as end:
         call_main(Mock(side_effect=KeyboardInterrupt))
     assert end.value.code == 130
+
+
+def test_characters_that_a_terminal_lacks_do_not_end_a_command():
+    script = 'import configurator; configurator.call_main(lambda: print("\u20ac 1"))'
+    env = {**os.environ, 'PYTHONIOENCODING': 'latin-1'}
+    printed = subprocess.check_output([sys.executable, '-c', script], cwd=ROOT, env=env)
+    assert printed == b'\\u20ac 1\n'
 
 
 def test_a_closed_pipe_ends_without_a_traceback():

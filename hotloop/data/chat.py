@@ -198,7 +198,7 @@ def render(turns, name):
     between = ''
     for role, text in merged:
         before, after = getattr(template, role)
-        counts = role == 'assistant' and bool(text)  # nobody wants to learn empty answers
+        counts = role == 'assistant' and bool(text)  # or the model would learn to answer nothing
         parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
         between = template.between
     return [part for part in parts if part[0]]

@@ -74,6 +74,8 @@ class Server(ThreadingHTTPServer):
             batch = [job for job in waiting if job.sampling == sampling][:self.cfg.batch_size]
             waiting = [job for job in waiting if job not in batch]
             batch = [job for job in batch if not job.text.finish]  # Clients of the others have hung up.
+            if not batch:
+                continue
             try:
                 for _ in write_batch(self.opened.gpt, [job.text for job in batch], sampling, False):
                     for job in batch:

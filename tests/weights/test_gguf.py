@@ -87,6 +87,11 @@ def test_a_tokenizer_json_keeps_types_ends_and_template(name, steps):
     assert (made['ggml.bos_token_id'], made['ggml.add_bos_token']) == (first + 1, True)
     assert (made['ggml.eos_token_id'], made['ggml.eot_token_id']) == (first - 1, first + 2)
     assert "message['role'] == 'user'" in made['chat_template']
+    several = [{'name': 'tools', 'template': 'a'}, {'name': 'default', 'template': 'b'}]  # of another model
+    tokenizer.settings['kept'] = {'chat_template': several}
+    assert vocabulary(tokenizer, None, 8)['tokenizer.chat_template'] == 'b'
+    tokenizer.settings['kept'] = {'chat_template': several[:1]}
+    assert 'tokenizer.chat_template' not in vocabulary(tokenizer, None, 8)
 
 
 def from_own(**changes):
