@@ -36,21 +36,30 @@ def scan(a, b):
     return c.view(B, -1, K)[:, :T]
 
 
-class Scan(torch.autograd.Function):
-    """Apply scan(). The gradient of a linear recurrence is the same recurrence, from the end."""
+@torch.library.custom_op('hotloop::scan', mutates_args=())  # Dynamo cannot trace the loops of scan()
+def scan_op(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Compute scan() as one operator, which torch.compile keeps as it is, with a gradient."""
+    return scan(a, b).contiguous()
 
-    @staticmethod
-    def forward(ctx, a, b):
-        c = scan(a, b)
-        ctx.save_for_backward(a, c)
-        return c
 
-    @staticmethod
-    def backward(ctx, grad):
-        a, c = ctx.saved_tensors
-        after = F.pad(a[:, 1:], (0, 0, 0, 1)).conj()
-        d = scan(after.flip(1).resolve_conj(), grad.flip(1)).flip(1)
-        return F.pad(d[:, 1:] * c[:, :-1].conj(), (0, 0, 1, 0)), d
+@scan_op.register_fake
+def scan_shape(a, b):
+    return torch.empty_like(b, memory_format=torch.contiguous_format)
+
+
+def save_scan(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], output)
+
+
+def scan_backward(ctx, grad):
+    """Return the gradients of a and b. That of a linear recurrence is the same recurrence, from the end."""
+    a, c = ctx.saved_tensors
+    after = F.pad(a[:, 1:], (0, 0, 0, 1)).conj()
+    d = scan_op(after.flip(1).resolve_conj(), grad.flip(1)).flip(1)
+    return F.pad(d[:, 1:] * c[:, :-1].conj(), (0, 0, 1, 0)), d
+
+
+scan_op.register_autograd(scan_backward, setup_context=save_scan)
 
 
 class Eigen(nn.Module):
@@ -101,7 +110,7 @@ class Eigen(nn.Module):
         a = torch.polar(size, turn)
         if place is not None:
             a = a.masked_fill((place == 0)[..., None], 0)
-        c = Scan.apply(a, b) if cache is None else self.carry_on(a, b, cache)
+        c = scan_op(a, b) if cache is None else self.carry_on(a, b, cache)
         c = torch.view_as_real(c)  # (B, T, K, 2)
         if self.is_paper:
             heads = len(self.coupling)

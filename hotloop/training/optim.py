@@ -131,6 +131,7 @@ class Muon(Uncompiled, torch.optim.Optimizer):
         self.dtype = env.dtype if env.device.type == 'cuda' or env.dtype == torch.bfloat16 else torch.float32
         self.orthogonalize = orthogonalize
         if env.compile and env.device.type == 'cuda':  # on a CPU there is nothing to fuse
+            torch._dynamo.config.recompile_limit = 64  # of shapes of stacks; beyond 8 they would stay eager
             self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """How training runs the blocks of a GPT: recomputed, compiled one by one, sharded by torch's FSDP2."""
 
 import contextlib
+import importlib
 from functools import partial
 
 import torch
@@ -34,6 +35,10 @@ def set_blocks(model, recompute, compiles=False):
         if recompute == 'selective':
             keep['context_fn'] = partial(create_selective_checkpoint_contexts, ATTENTION)
         draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in blocks.modules())
+        # Compiled on a GPU, recomputed dropout of attention would draw from generators of its own, which
+        # no manual_seed() reaches: a resumed run would draw other numbers. A private option.
+        functorch = importlib.import_module('torch._functorch.config')
+        functorch.graphsafe_rng_functionalization = False
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws, **keep)
     if compiles:
         torch._dynamo.config.optimize_ddp = False  # it would split a block at the end of a bucket

@@ -5,7 +5,7 @@ import torch
 from conftest import all_logits
 from test_model import make
 
-from hotloop.mixers.eigen import Scan, scan
+from hotloop.mixers.eigen import scan, scan_op
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import (
     add_orthogonal_gradient,
@@ -56,7 +56,7 @@ def test_a_scan_equals_its_recurrence_with_gradients(T, dtype, tolerance):
     assert (scan(a.to(dtype), b.to(dtype)) - expected).abs().max() < tolerance * expected.abs().max()
     truth = gradients_of(recurrence, (a.requires_grad_(), b.requires_grad_()), weights)
     leaves = [x.detach().to(dtype).requires_grad_() for x in (a, b)]
-    ours = gradients_of(Scan.apply, leaves, weights.to(dtype))
+    ours = gradients_of(scan_op, leaves, weights.to(dtype))
     for found, right in zip(ours, truth, strict=True):
         assert (found - right).abs().max() <= tolerance * right.abs().max()
 

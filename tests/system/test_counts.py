@@ -9,7 +9,7 @@ WINDOWS = dict(window=100, window_pattern='SL', attn_softcap=5.0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize('settings, masked', [
-    (dict(mixer='CCAC'), True), ({}, False), (WINDOWS, True)], ids=str)
+    (dict(mixer='CEKA'), True), ({}, False), (WINDOWS, True)], ids=str)
 def test_a_step_is_one_graph_for_all_documents(monkeypatch, settings, masked):
     """With FlexAttention, as on a GPU: nothing breaks the graph, and new documents need no other."""
     monkeypatch.setattr('torch.nn.attention.flex_attention._validate_device', lambda *args: None)
