@@ -179,6 +179,10 @@ def main(argv=None):
         found = find_tokenizer(cfg.tokenizer, cfg.data_dir)  # errors before downloads
         files, val_files = open_sources(sources, cfg, f'{partial}.stdin')
         template = template_of([*files, *val_files], cfg.template, cfg.text_field, found.template)
+        has_other = found.tokenizer and found.tokenizer.spec().get('kept', {}).get('chat_template')
+        if template and has_other and cfg.template == 'auto' and not found.template:
+            print(f'note: the chat template of {cfg.tokenizer} is not one of ours; rows are written in '
+                  f'{template}, which fine-tuning has to teach')
         meta = write_dataset(partial, files, val_files, template, found.tokenizer, cfg)
         with replacing(os.path.join(partial, 'meta.json')) as f:
             f.write(json.dumps({**meta, 'source': shell(*sources)}, indent=1).encode())

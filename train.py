@@ -631,7 +631,7 @@ def execute(run, settings, meta):
     differing = changed([settings.model, settings.lora, cfg])
     for name, value in differing.items():
         print0(f'  {name} = {value!r}  ({settings.given.get(name, "derived")})')
-    print_run(run.model, run.batches, run.splits['val'], meta, cfg, env)
+    print_run(run.model, run.record, run.batches, run.splits['val'], meta, cfg, env)
     if cfg.eval_only:
         evaluation = evaluate_both(run.eval_model, run.splits, cfg, run.batches.micro_batch, env,
                                    run.byte_counts)

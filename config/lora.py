@@ -12,8 +12,8 @@ pack_rows = True
 lora_rank = 16
 lora_alpha = 32
 
-batch_size = 4
-gradient_accumulation_steps = 4
+batch_size = 4  # windows; each holds several rows
+gradient_accumulation_steps = 2
 max_epochs = 3
 
 learning_rate = 2e-4

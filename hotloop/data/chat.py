@@ -5,9 +5,11 @@ import re
 from typing import NamedTuple
 
 from hotloop.data.tokenizer import fix_surrogates
+from hotloop.system.files import parse_json
 
 ANSWERS = ('completion', 'response', 'output', 'answer')
-ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'question', 'instruction', 'input',
+CHAT_FIELDS = ('messages', 'conversations', 'conversation')
+ROW_FIELDS = ['text', 'content', *CHAT_FIELDS, 'prompt', 'question', 'instruction', 'input',
               'context', 'system', 'system_prompt', *ANSWERS]
 # of HumanEval and MBPP, which sample.py --eval_code reads
 TASK_FIELDS = ['task_id', 'entry_point', 'canonical_solution', 'test', 'code', 'test_list', 'test_setup_code',
@@ -98,7 +100,9 @@ def read_row(row, where, text_field=None):
         if not is_pair:
             return None, []
         return 'joined', [('user', text_of(row, where, prompt)), ('assistant', text_of(row, where, answer))]
-    chat = first_of(row, ('messages', 'conversations'))
+    chat = first_of(row, CHAT_FIELDS)
+    if chat and isinstance(row[chat], str) and row[chat][:1] == '[':  # tables hold a chat as JSON
+        row = {**row, chat: parse_json(row[chat], f'{where}: field {chat!r}')}
     question = first_of(row, ('instruction', 'prompt', 'question'))
     answer = first_of(row, ANSWERS)
     # in tables that were put together, what has a value decides
@@ -222,7 +226,7 @@ def prompt_of(row, where):
     if not turns:
         raise ValueError(f'{where}: the chat has no user turn')
     if suited == 'chatml':
-        return row.get('messages') or row['conversations'], turns, suited
+        return row[first_of(row, CHAT_FIELDS)], turns, suited
     return dict(turns)['user'], turns, suited
 
 

@@ -216,7 +216,7 @@ def csv_rows(lines, path):
                 raise csv.Error(f'{len(row[None])} values beyond the header')
             yield f'{path}, line {reader.line_num}', row
     except csv.Error as e:
-        raise ValueError(f'{path}, line {reader.reader.line_num}: {e}') from None
+        raise ValueError(f'{path}, line {reader.reader.line_num}: {e}{AS_TEXT}') from None
 
 
 def functions_of(source, path):

@@ -122,6 +122,9 @@ def files_in_folder(folder, format):
     """List the files in a folder that a format reads."""
     suffixes = FOLDER_SUFFIXES.get(format)
     found = files_under(folder)
+    if any(path.endswith('.arrow') for path in found):
+        raise ValueError(f'{folder} holds .arrow files, as save_to_disk() of datasets writes; its '
+                         'to_parquet(FILE) writes what is read here')
     paths = [path for path in found if not suffixes or suffix_of(path) in suffixes]
     if not paths:
         raise ValueError(f'{folder} contains no files to read with format={format!r}; a pattern reads files '
@@ -204,7 +207,12 @@ def all_files(sources, format, data_dir, spool):
                 folder = os.path.relpath(os.path.abspath(source), base)
                 file = file._replace(name=f'{folder}/{file.name}')
             files.append(file)
-    return [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
+    files = [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
+    is_text = format == 'auto' and len(files) == 1 and files[0].kind == 'text'
+    if is_text and re.match(r'\s*[\[{]\s*["\[{]', next(text_blocks(files[0].path), '')):
+        print(f'note: {sources[0]} looks like JSON and is read as plain text; --format=jsonl reads an object '
+              'on each line, --format=json a list of objects', file=sys.stderr)
+    return files
 
 
 # -----------------------------------------------------------------------------

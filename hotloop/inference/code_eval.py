@@ -75,7 +75,7 @@ def read_task(row, where, is_chat):
         tests = f'{row["test"]}\ncheck({row["entry_point"]})\n'
         return Task(name, [('user', question)], 'joined', prompt, row.get('canonical_solution', ''),
                     row['entry_point'], tests, BODY_STOPS)
-    if 'test_list' in row:
+    if row.get('test_list') is not None:
         prompt = text_of(row, where, first_of(row, ('text', 'prompt')))  # the latter in sanitized-mbpp.json
         imports = row.get('test_imports') or []
         for lines in (row['test_list'], imports):
@@ -90,7 +90,9 @@ def read_task(row, where, is_chat):
         return Task(name, [('user', question)], 'joined', prompt, row.get('code', ''), '',
                     f'{setup}\n{tests}\n', PROGRAM_STOPS)
     suited, turns = read_row(row, where)
-    if len(turns) < 2 or turns[-1][0] != 'assistant':
+    while turns and turns[-1][0] != 'assistant':  # a chat may end with a question
+        turns.pop()
+    if len(turns) < 2:
         raise ValueError(f'{where}: expected a task of HumanEval or MBPP, or a row with a question and its '
                          f'answer, not {", ".join(row)}')
     *turns, (_, reference) = turns

@@ -18,6 +18,7 @@ from hotloop.data.documents import documents_in, template_of
 from hotloop.data.encode import encode_parts
 from hotloop.data.sources import files_of
 from hotloop.inference.generate import NOT_FINITE, WITHOUT_CUDNN
+from hotloop.system.text import counted
 
 MAX_LOGITS = 2**26  # A batch has at most this many logits: 256 MB.
 
@@ -25,6 +26,7 @@ MAX_LOGITS = 2**26  # A batch has at most this many logits: 256 MB.
 @dataclass
 class Score:
     """The targets of a document: their number, their UTF-8 bytes, and their summed loss in nats."""
+    document: int | str  # its number among all documents and rows, from 1
     file: str
     tokens: int = 0
     bytes: int = 0
@@ -33,11 +35,11 @@ class Score:
 
 def read_documents(source, tokenizer, template, data_dir):
     """
-    Yield (file name, ids, mask) of each document of a file, folder, URL or - for standard input.
+    Yield (number, file name, ids, mask) of each document of a file, folder, URL or - for standard input.
     Rows are written in the template, or with 'none' in the first row's. mask: 1 where a token counts
     toward the loss.
     """
-    skipped = Counter()
+    skipped, number = Counter(), 0
     with tempfile.TemporaryDirectory() as folder:  # Standard input is stored there.
         files = files_of(source, 'auto', data_dir, os.path.join(folder, 'stdin'))
         used = template_of(files, of_model=None if template == 'none' else template)
@@ -48,9 +50,11 @@ def read_documents(source, tokenizer, template, data_dir):
                 if piece.end:
                     ids, mask = map(np.concatenate, zip(*encoded, strict=True))
                     encoded = []
-                    yield file.name, ids, mask
+                    number += 1
+                    yield number + skipped.total(), file.name, ids, mask
     if skipped:
-        print(f'skipped {skipped.total():,} rows that the template cannot write', file=sys.stderr)
+        print(f'skipped {counted(skipped.total(), "row")} without text or answer, or that the template '
+              'cannot write', file=sys.stderr)
     if used:
         print(f'only the answers are scored; template: {used}', file=sys.stderr)
 
@@ -62,16 +66,16 @@ def windows_of(documents, tokenizer, T):
     first window. Most have T / 2 tokens of context or more.
     """
     first = tokenizer.eot if tokenizer.bos is None else tokenizer.bos
-    for file, ids, mask in documents:
+    for number, file, ids, mask in documents:
         if first is not None:  # Without it, nothing predicts the first token.
             ids = np.append(first, ids)
             mask = np.append(0, mask)
         ids = ids.astype(np.int64)
         targets = np.where(mask, ids, -1)[1:]
-        counted = targets[targets >= 0]
-        if not len(counted):
+        scored = targets[targets >= 0]
+        if not len(scored):
             continue
-        score = Score(file, len(counted), int(tokenizer.sizes[counted].sum()))
+        score = Score(number, file, len(scored), int(tokenizer.sizes[scored].sum()))
         start = done = 0
         while done < len(targets):
             y = targets[start:start + T].copy()
@@ -106,22 +110,22 @@ def score_documents(model, tokenizer, documents, batch_size):
 
 def print_scores(scores, source, output):
     """Print a row for each Score as it arrives and one for all. Raises ValueError if there are none."""
-    total = Score(source)
-    for number, score in enumerate(scores, 1):
-        print_score(number, score, output)
+    total = Score('all', source)
+    for score in scores:
+        print_score(score, output, is_first=not total.tokens)
         total.tokens += score.tokens
         total.bytes += score.bytes
         total.nats += score.nats
     if not total.tokens:
         raise ValueError(f'{source} contains no tokens to score')
-    print_score('all', total, output)
+    print_score(total, output)
 
 
-def print_score(number, score, output):
+def print_score(score, output, is_first=False):
     loss = score.nats / score.tokens  # in nats per token
     bpb = score.nats / math.log(2) / max(score.bytes, 1)
-    print_row({'document': number, 'tokens': score.tokens, 'bytes': score.bytes, 'loss': loss,
-               'perplexity': math.exp(min(loss, 700)), 'bpb': bpb, 'file': score.file}, output, number == 1)
+    print_row({'document': score.document, 'tokens': score.tokens, 'bytes': score.bytes, 'loss': loss,
+               'perplexity': math.exp(min(loss, 700)), 'bpb': bpb, 'file': score.file}, output, is_first)
 
 
 def print_row(row, output, is_first):

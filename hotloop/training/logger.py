@@ -20,13 +20,14 @@ from hotloop.training.report import read_rows, write_report
 from hotloop.training.run_dir import resume_command
 
 REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
+FEW_STEPS = 20  # too few to tune a model
 MAX_BAD_STEPS = 20  # in a row, after which a run has diverged; fp16 halves its loss scale at each
 
 
 # -----------------------------------------------------------------------------
 # the summary before the first step
 
-def print_run(model, batches, val, meta, cfg, env):
+def print_run(model, record, batches, val, meta, cfg, env):
     """Print the machine, the data, the model and the batch of a run."""
     c = model.config
     tokenizer = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
@@ -42,7 +43,7 @@ def print_run(model, batches, val, meta, cfg, env):
              f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
              f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
              f'data: {data}',
-             f'model: {shape_text(c)}',
+             f'model: {shape_text(c, record)}',
              f'  {model.num_params():,} parameters, '
              f'{flops_of(model, c.block_size).training / 1e6:,.1f} MFLOP per token',
              f'batch: {counted(batches.micro_batch, "sequence")} x '
@@ -57,9 +58,10 @@ def print_run(model, batches, val, meta, cfg, env):
     print0('\n'.join(lines))
 
 
-def shape_text(c):
-    """Return the shape of a model of this GPTConfig as text."""
-    return (f'{c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x {counted(c.n_head, "head")}, '
+def shape_text(c, record):
+    """Return the shape of a model of this GPTConfig as text. record: of its run, with what it came from."""
+    kind = record.get('hf_config', {}).get('model_type', c.preset)
+    return (f'{kind}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x {counted(c.n_head, "head")}, '
             f'context {c.block_size}, vocabulary {c.vocab_size}')
 
 
@@ -74,6 +76,9 @@ def print_length(cfg, schedule, state, batches):
         if cfg.max_epochs is not None or cfg.max_iters != type(cfg).max_iters:
             length += f' or {counted(steps, "step")}, whichever ends first'
     print0(f'run: {length}, into {cfg.out_dir}')
+    if cfg.max_epochs is not None and 0 < steps < FEW_STEPS:
+        print0(f'note: few steps, because one takes {batches.global_batch} of {batches.split.num_windows} '
+               'windows of the data; give a lower --batch_size or --gradient_accumulation_steps')
     if schedule.kind != 'constant' and cfg.min_lr > cfg.learning_rate:
         print0(f'note: min_lr={cfg.min_lr} is above learning_rate={cfg.learning_rate}, so the rate rises '
                'at the end; give a lower --min_lr')
@@ -203,7 +208,7 @@ class Log:
         device = '{world} x {device}, {dtype}'.format(**record['machine'])
         self.append({'step': 0, 'event': 'start', 'time': round(time.time(), 2),
                      'command': shell('python', *sys.argv),
-                     'model': f'{shape_text(model.config)}, {model.num_params():,} parameters',
+                     'model': f'{shape_text(model.config, record)}, {model.num_params():,} parameters',
                      'device': device.replace('torch.', ''), 'changed': list(changed)})
 
     def end(self, state, is_done, out_of_patience, template):
@@ -305,6 +310,8 @@ def step_line(step, numbers, pace):
     if 'mfu' in numbers:
         parts.append(f'mfu {numbers["mfu"]:.0%}')
     line = ', '.join([*parts, file_size(1e6 * numbers['peak_memory_mb']), pace])
+    if math.isnan(numbers['loss']) and not numbers['skipped']:
+        line += f'\nstep {step}: none of its tokens counts in the loss; see --pack_rows'
     if numbers['skipped']:
         line += f'\nstep {step}: {counted(numbers["skipped"], "non-finite step")} skipped'
     return line

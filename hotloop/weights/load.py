@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import zipfile
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from configurator import did_you_mean
 from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of, template_of_record
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
+from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, first_intact, hash_file, read_json
 from hotloop.system.text import first_line
 from hotloop.weights.adapter import TENSORS, base_of, family_of, is_adapter, read_adapter, swap_nanochat
@@ -163,10 +165,15 @@ def load_adapter(folder):
 def open_base(record, path):
     """
     Load the Weights that the adapters in `path` were trained on: record['base'], with the hash
-    record['sha256'] unless that is None. Raises ValueError if they are missing or have changed.
+    record['sha256'] unless that is None. A relative name is also one beside a folder of `path`, for
+    commands in another folder than training. Raises ValueError if they are missing or have changed.
     """
+    name = record['base']
+    if name not in GPT2_SHAPES and not os.path.exists(name):
+        beside = [folder / name for folder in Path(path).resolve().parents]
+        name = str(next(filter(Path.exists, beside), name))
     try:
-        base = load_weights(record['base'])
+        base = load_weights(name)
         if record['sha256'] and record['sha256'] != base.sha256():
             raise ValueError(f'its weights have changed (SHA-256 was {record["sha256"][:12]}...)')
     except ValueError as e:
@@ -304,7 +311,10 @@ def adapt_shape(model, settings, name):
     weights. Raises ValueError if the command gives another shape.
     """
     asked, given = dataclasses.asdict(settings.model), settings.given
-    if (settings.latest or 'block_size' in given) and asked['block_size'] < model.config.block_size:
+    context = model.config.block_size
+    if (settings.latest or 'block_size' in given) and asked['block_size'] < context:
+        if not settings.latest and not settings.lora.lora_rank:
+            print0(f'note: the context is cut from {context:,} tokens to {asked["block_size"]:,}')
         model.crop_block_size(asked['block_size'])
     wrong = []
     for field, has in dataclasses.asdict(model.config).items():

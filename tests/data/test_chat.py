@@ -1,5 +1,7 @@
 """Chat templates: the parts that a row becomes, and which of them count toward the loss."""
 
+import json
+
 import pytest
 
 from hotloop.data.chat import TEMPLATES, choose_template, parts_of, prompt_of, read_row, render
@@ -38,6 +40,7 @@ def shown(row, template):
      '[Brief.\n\nSum?\n\n2 and 2] 4'),
     ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'Two '}, {'text': 'and two?'}]},
                    ANSWER]}, 'auto', '[' + CHATML_FIRST),
+    ({'conversation': json.dumps([ASK, ANSWER])}, 'auto', '[' + CHATML_FIRST),  # JSON in a table
     (PAIR, 'alpaca', f'[{TASK}{WRITE}Q: 2+2?\nA:\n\n### Response:\n] 4'),
     (ALPACA, 'auto', f'[{TASK}, paired with an input that provides further context{WRITE}'
      'Add.\n\n### Input:\n2 and 2\n\n### Response:\n]4'),

@@ -120,6 +120,16 @@ def test_shakespeare_has_its_known_number_of_tokens(gpt2, tmp_path):
     assert [splits['train']['tokens'], splits['val']['tokens']] == [301_966, 36_059]
 
 
+@pytest.mark.parametrize('name, content, is_json', [
+    ('chats.jsonlines', as_jsonl(CHAT), True), ('frame.json', b'{"text": {"0": "one", "1": "two"}}', True),
+    ('list.txt', b'[1] one\n[2] two\n' * 9, False)])
+def test_a_note_says_that_json_is_read_as_text(tmp_path, make, capsys, name, content, is_json):
+    path = tmp_path / name
+    path.write_bytes(content)
+    make(path, name='mine', tokenizer='byte')
+    assert ('looks like JSON' in capsys.readouterr().err) == is_json
+
+
 @pytest.mark.parametrize('row, flags', [({'prompt': 'Add.', 'completion': 'Yes'}, []),
                                         ({'text': 'Yes'}, ['--pack_rows=False'])])
 def test_the_last_line_tunes_the_model_of_the_tokenizer(tmp_path, make, capsys, row, flags):

@@ -82,10 +82,12 @@ def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
 
 @pytest.mark.parametrize('source, words', [
     ('nowhere.txt', 'is not a file, a folder or a pattern'), ('a.tar.gz', 'unpack it, or convert it'),
-    ('pictures', "no files to read with format='auto'"), ('set', 'no files to read')])
+    ('pictures', "no files to read with format='auto'"), ('set', 'no files to read'),
+    ('saved', 'to_parquet')])
 def test_a_source_without_files_to_read(tmp_path, monkeypatch, files, source, words):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path, 'a.tar.gz', 'pictures/image.png', 'set/meta.json', 'set/train.bin', 'set/notes.txt')
+    make(tmp_path, 'a.tar.gz', 'pictures/image.png', 'set/meta.json', 'set/train.bin', 'set/notes.txt',
+         'saved/data.arrow', 'saved/state.json')
     with pytest.raises(ValueError, match=words):
         files(source)
 

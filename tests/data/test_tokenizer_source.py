@@ -88,6 +88,20 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
         assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
 
 
+def test_a_note_names_a_chat_template_that_is_not_ours(places, capsys):
+    package = pytest.importorskip('tokenizers')
+    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    file = package.Tokenizer(package.models.BPE({c: i for i, c in enumerate(sorted(alphabet))}, []))
+    file.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    file.save('text/tokenizer.json')
+    rows = [json.dumps({'instruction': f'Add {i}.', 'output': 'Yes'}) for i in range(30)]
+    Path('rows.jsonl').write_text('\n'.join(rows))
+    for jinja, is_ours in (('[INST] {{ m }} [/INST]', False), ('<|im_start|>user', True)):
+        Path('text/chat_template.jinja').write_text(jinja)
+        prepare.main(['rows.jsonl', '--tokenizer=text'])
+        assert ('is not one of ours' in capsys.readouterr().out) != is_ours
+
+
 @pytest.mark.parametrize('template', [
     'You are a coder.\n### Instruction:\n{{ m }}', "{{ '<|im_start|>user<|im_sep|>' + m + '<|im_end|>' }}"])
 def test_a_template_that_only_resembles_ours_is_none_of_them(tmp_path, template):

@@ -80,7 +80,8 @@ def test_the_question_of_a_task():
     assert bare == f'"""\n{SQUARE["text"]}\n{SQUARE["test_list"][0]}\n"""\n'
     assert chat == f'{SQUARE["text"]}\nThe code should pass these tests:\n\n{SQUARE["test_list"][0]}'
     for row in ({'instruction': 'Do', 'input': 'it', 'output': 'x'}, {'prompt': 'it', 'answer': 'x'},
-                {'messages': [{'role': 'user', 'content': 'it'}, {'role': 'assistant', 'content': 'x'}]}):
+                {'messages': [{'role': 'user', 'content': 'it'}, {'role': 'assistant', 'content': 'x'},
+                              {'role': 'user', 'content': 'and'}], 'test_list': None}):
         task = read_task(row, 'a.jsonl, line 3', True)
         assert task[4:] == ('x', '', '', ()) and task.prompt == task.turns[-1][1] == 'it'
         assert task.name == 'a.jsonl, line 3'

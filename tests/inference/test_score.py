@@ -88,7 +88,7 @@ def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, te
     """Without one, they are scored in the template that suits each. Only the answer counts."""
     row = {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'ho'}]}
     silent = {'messages': row['messages'][:1]}
-    (tmp_path / 'a.jsonl').write_text(json.dumps(row) + '\n' + json.dumps(silent))
+    (tmp_path / 'a.jsonl').write_text(json.dumps(silent) + '\n' + json.dumps(row))
     model = gpt(257, block_size=256)
     first, _ = scored(tmp_path / 'a.jsonl', model, template=template)
     assert 'skipped 1 row' in scored.err and f'template: {expected}\n' in scored.err
@@ -97,7 +97,7 @@ def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, te
     inputs = torch.cat([torch.tensor([[256]]), ids[:, :-1]], 1)
     with torch.no_grad():
         nats = model(inputs, ids.where(mask > 0, -1)).item()
-    assert first['tokens'] == mask.sum()
+    assert (first['document'], first['tokens']) == (2, mask.sum())
     assert first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
 
 

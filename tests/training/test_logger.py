@@ -100,8 +100,10 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
 def test_lines_of_steps_and_evaluations_fit_into_80_columns():
     longest = {'lr': 9.96e-10, 'peak_memory_mb': 191_999.0, 'skipped': 1200, 'tokens_per_s': 9_999_999.0,
                'mfu': 1.0}
-    for loss in (0.0, 12345.6, 1e30, math.nan):
-        line = step_line(600_000, {**longest, 'loss': loss}, f'{duration(1e9)} left')
+    for loss, skipped in ((0.0, 9), (12345.6, 9), (1e30, 9), (math.nan, 1200), (math.nan, None)):
+        numbers = {**longest, 'loss': loss, 'skipped': skipped}
+        line = step_line(600_000, numbers, f'{duration(1e9)} left')
+        assert ('--pack_rows' in line) == (skipped is None)  # a prompt alone is no divergence
         assert max(map(len, line.splitlines())) <= 80, line
     numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': 79123.0, 'skipped': 2,
                'tokens_per_s': 9_999_999.0, 'mfu': 0.4567}

@@ -317,6 +317,13 @@ def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch, so
     assert train_tiny('second', init_from='resume', max_iters=6) == 0
 
 
+def test_a_base_is_found_from_another_folder(train_tiny, tmp_path, base, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train_tiny('tuned', **{**base, 'init_from': 'base'}, max_iters=2)
+    monkeypatch.chdir('/')
+    assert load_weights(str(tmp_path / 'tuned')).weights
+
+
 def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path, base):
     train_tiny('tuned', **base, max_iters=4)
     best = tmp_path / 'base' / 'best.pt'
