@@ -108,7 +108,7 @@ class TrainConfig:
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
     learning_rate: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon
-    embed_lr: float | None = None  # of a normalized embedding with its own head; None: learning_rate
+    embed_lr: float | None = None  # of a normalized embedding with its own head, with Muon; None: as AdamW
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
@@ -230,10 +230,12 @@ def find_latest(cfg):
     if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not (cfg.resume or must_resume):
         raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
     holds_run = bool(checkpoint_paths(cfg.out_dir))
-    if cfg.resume and not holds_run and cfg.mirror_dir and checkpoint_paths(cfg.mirror_dir):
+    if (cfg.resume or must_resume) and not holds_run and cfg.mirror_dir and checkpoint_paths(cfg.mirror_dir):
         raise ValueError(f'out_dir={cfg.out_dir!r} holds no run, but mirror_dir={cfg.mirror_dir!r} does; '
                          f'continue it with --resume {shell(f"--out_dir={cfg.mirror_dir}")} '
                          '--mirror_dir=None, or omit --resume')
+    if cfg.resume and cfg.eval_only and not holds_run:
+        raise ValueError(f'eval_only: out_dir={cfg.out_dir!r} holds no run to evaluate')
     if not must_resume and not (cfg.resume and holds_run):
         return None
     return Checkpoints(cfg.out_dir).latest()
@@ -449,7 +451,7 @@ class Run:
             batch_cfg = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=accumulation)
         self.state = RunState()
         if checkpoint:
-            self.state = state_from(checkpoint)
+            self.state = state_from(checkpoint, cfg)
         elif cfg.eval_only:
             self.state.iter_num = origin.get('iter_num', 0)
         self.batches = Batches(self.splits['train'], batch_cfg, env, self.state.shift(T, global_batch))
@@ -633,6 +635,9 @@ def execute(run, settings, meta):
         print0(f'  {name} = {value!r}  ({settings.given.get(name, "derived")})')
     print_run(run.model, run.record, run.batches, run.splits['val'], meta, cfg, env)
     if cfg.eval_only:
+        if cfg.init_from == 'scratch' and not latest:
+            print0('note: these weights are new; --init_from=resume evaluates the run in '
+                   f'{cfg.out_dir}, --init_from=PATH others')
         evaluation = evaluate_both(run.eval_model, run.splits, cfg, run.batches.micro_batch, env,
                                    run.byte_counts)
         text, numbers = evaluation_text(run.state.iter_num, evaluation)

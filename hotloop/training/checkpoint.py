@@ -89,7 +89,10 @@ def save_checkpoint(path, checkpoint, keep_old=None):
             f.flush()
             check_records(f.name)
             if keep_old and os.path.exists(path):
-                os.replace(path, keep_old)
+                try:
+                    os.link(path, keep_old)  # readers find `path` at any time
+                except OSError:  # some file systems have no links
+                    os.replace(path, keep_old)
     except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as e:
         why = getattr(e, 'strerror', None) or first_line(e)
         if 'unexpected pos' in why:  # torch's text for a full disk
@@ -144,7 +147,9 @@ class Checkpoints:
         """Load the newest intact checkpoint. Prints which are damaged; ValueError if all are."""
         paths = checkpoint_paths(self.folder)
         if not paths:
-            raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from=scratch')
+            best = os.path.join(self.folder, 'best.pt')
+            start = best if os.path.exists(best) else 'scratch'
+            raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from={start}')
         written = {path: os.stat(path).st_mtime_ns for path in paths}
         path, checkpoint = first_intact(paths, load_checkpoint)
         return Latest(checkpoint, path, paths[:paths.index(path)], written[path])
@@ -238,14 +243,22 @@ class Checkpoints:
 # -----------------------------------------------------------------------------
 # resuming
 
-def state_from(checkpoint):
-    """Read the RunState of a checkpoint of ours or of nanoGPT. Unknown fields are dropped."""
+def state_from(checkpoint, cfg=None):
+    """
+    Read the RunState of a checkpoint of ours or of nanoGPT. Unknown fields are dropped. cfg: the settings of
+    a resume, which counts losses afresh if its evaluations read other windows.
+    """
     config = checkpoint.get('config', {})
     saved = checkpoint.get('state', checkpoint)  # nanoGPT's stand beside the weights
     names = [f.name for f in dataclasses.fields(RunState)]
     state = RunState(**{name: saved[name] for name in names if name in saved})
-    if 'state' not in checkpoint:  # nanoGPT's loss is of a few random windows and compares with none of ours
+    reads_others = False
+    for name in ('eval_tokens', 'eval_iters', 'pack_rows', 'batch_size') if cfg else ():
+        if name != 'batch_size' or cfg.eval_iters is not None:
+            reads_others |= config.get(name, getattr(cfg, name)) != getattr(cfg, name)
+    if reads_others or 'state' not in checkpoint:  # nanoGPT's are a few random windows
         state.best_val_loss = math.inf
+        state.evals_since_best = 0
         state.evaluated_at = None
     if 'tokens_seen' not in saved:  # it does not count them
         values = {**config, **checkpoint.get('model_args', {})}

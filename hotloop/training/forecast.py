@@ -16,11 +16,12 @@ from hotloop.data.sources import CORPORA, PLAIN
 from hotloop.system.device import PEAK_FLOPS, choose_device, choose_dtype, device_memory, measure_flops
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration, file_size
-from hotloop.training.checkpoint import RunState
+from hotloop.training.checkpoint import KEEP, RunState, state_from
 from hotloop.training.dataloader import open_split
 from hotloop.training.memory import choose_loss_chunks
-from hotloop.training.optim import matrix_rows
+from hotloop.training.optim import matrix_rows, tables_of
 from hotloop.training.parallel import set_blocks
+from hotloop.training.recipes import flops_share
 from hotloop.training.schedule import plan_schedule
 from hotloop.weights.families import model_args_from
 from hotloop.weights.load import shape_of
@@ -233,29 +234,34 @@ def dry_run(settings, model_of):
     parts = memory_of(c, cfg, lora, gpu, MACHINES['H100'][1])
     listed = ', '.join(f'{part} {file_size(size)}' for part, size in parts.items() if size)
     weights = parts['adapters' if lora else 'weights']
-    steps, length = length_of(cfg, c.block_size, num_windows)
-    lines += [f'parameters: {model.num_params():,}, {model.transformer.wte.weight.numel():,} in embeddings',
+    save = weights + parts['optimizer']
+    state = state_from(settings.latest.checkpoint) if settings.latest else RunState()
+    in_tables = sum(p.numel() for p in tables_of(model))
+    steps, length = length_of(cfg, c.block_size, num_windows, state)
+    lines += [f'parameters: {model.num_params():,}, {in_tables:,} in embeddings',
               f'compute: {both / 1e6:,.1f} MFLOP per token, forward and backward',
               f'memory: {file_size(sum(parts.values()))} on an H100 for a micro-batch of {cfg.batch_size} x '
               f'{c.block_size} tokens in {str(dtype).removeprefix("torch.")}, or less if compiled: {listed}',
-              f'disk: {file_size(weights + parts["optimizer"])} for a checkpoint, {file_size(weights)} '
-              'for best.pt',
+              f'disk: {file_size((KEEP + 1) * save + weights)}: {KEEP} checkpoints of {file_size(save)}, '
+              f'another while it is written, and best.pt of {file_size(weights)}',
               f'run: {length}']
     if cfg.recompute != 'none':
         both += forward
     return lines + machine_table(c, cfg, lora, gpu, both, steps)
 
 
-def length_of(cfg, T, num_windows):
-    """Return the steps of a run, None if they are unknown, and its length as text."""
+def length_of(cfg, T, num_windows, state):
+    """Return the steps that a run has left, None if they are unknown, and its length as text."""
     batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.time_budget is not None or (num_windows is None and cfg.max_epochs is not None):
         return None, f'an unknown number of steps of {batch * T:,} tokens'
-    steps = plan_schedule(cfg, num_windows, batch, 0, RunState()).max_iters
+    steps = plan_schedule(cfg, num_windows, batch, state.shift(T, batch), state).max_iters
     text = f'{steps:,} steps of {batch * T:,} tokens, {steps * batch * T:,} tokens'
     if num_windows is not None:
         text += f', {steps * batch / num_windows:,.2f} epochs'
-    return steps, text
+    if state.iter_num:
+        text += f'; {state.iter_num:,} are done'
+    return max(steps - state.iter_num, 0), text
 
 
 def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
@@ -263,11 +269,14 @@ def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * config.block_size  # of a step
     device, _ = choose_device(cfg.device)
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
+    flops = measure_flops(device, dtype)
+    if device.type == 'cpu':
+        flops *= flops_share(config.n_embd) / MFU
     machines = []
     for name, (key, memory) in MACHINES.items():
         machines.append((name, gpu, memory, None if gpu.dtype == torch.float32 else PEAK_FLOPS[key]))
     machines.append((f'this {device.type}', Env(device=device, dtype=dtype), device_memory(device),
-                     measure_flops(device, dtype)))
+                     flops))
     lines = [f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     for name, env, memory, peak in machines:
         speed = time = 'unknown'

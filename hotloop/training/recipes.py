@@ -80,10 +80,14 @@ def depth_settings(depth, world=1, tokens=None, text_tokens=None):
     return settings
 
 
+def flops_share(width):
+    """Return the share of a large product's FLOP/s that a model of so many channels reaches."""
+    return width / (width + 768)
+
+
 def tokens_within(depth, seconds, flops):
-    """Return the tokens that a depth reads in so many seconds. Small matrices reach less FLOP/s."""
-    width = shape_of(depth)['n_embd']
-    share = width / (width + 768)
+    """Return the tokens that a depth reads in so many seconds. flops: FLOP/s of a large product."""
+    share = flops_share(shape_of(depth)['n_embd'])
     return seconds * share * flops / (6 * num_parameters(depth))
 
 
@@ -118,12 +122,7 @@ def choose_settings(cfg, given):
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS at its first product
-    flops = measure_flops(device, dtype)
-    if device.type == 'cpu' and dtype != torch.float32:
-        # bf16 units hasten matrix products alone; the rest of a small model's step takes half as long, since
-        # it moves half as many bytes
-        flops = min(flops, 2 * measure_flops(device, torch.float32))
-    flops *= world
+    flops = world * measure_flops(device, dtype)
     if world > 1:  # the settings must be those of all processes
         open_process_group(cfg.backend, device)
         flops = Env(int(os.environ['RANK']), world).broadcast(flops)

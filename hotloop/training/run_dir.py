@@ -35,7 +35,8 @@ def open_folder(name, folder, is_new):
     except OSError as e:
         raise ValueError(f'{name}={folder!r} cannot be written: {e.strerror or e}') from None
     except ValueError as e:
-        raise ValueError(f'{e}; choose another --{name}') from None
+        remedy = f'choose another --{name}' if is_new else 'wait for it, or end it with kill'
+        raise ValueError(f'{e}; {remedy}') from None
     return held
 
 

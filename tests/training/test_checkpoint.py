@@ -126,6 +126,15 @@ def test_a_file_that_was_written_wrong_does_not_replace_the_old_one(path, monkey
     assert os.listdir(path.parent) == ['c.pt'] and path.read_bytes() == data
 
 
+def test_a_reader_finds_a_checkpoint_while_another_is_written(path, monkeypatch):
+    old, newer, seen = load_checkpoint(str(path)), saved(tiny_run('muon')), []
+    sync = os.fsync
+    monkeypatch.setattr('os.fsync', lambda file: (seen.append(path.exists()), sync(file)))
+    save_checkpoint(str(path), newer, str(path) + '.old')
+    assert seen and all(seen)
+    assert same(load_checkpoint(str(path) + '.old'), old) and 'muon' in load_checkpoint(str(path))
+
+
 def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path):
     """And the file is as large: the tied matrix is in it once."""
     run, undisturbed = (tiny_run('muon', preset='modern', tie=True) for _ in range(2))

@@ -143,7 +143,7 @@ def test_an_absent_dataset_is_assumed(forecast_of):
     assert 'assumes a vocabulary of 50,304 ids, because data/wikitext103' in printed
     assert '1,609,728 in embeddings' in printed and 'epochs' not in printed
     for name in (*MACHINES, 'this cpu'):
-        assert re.search(rf'^{name} +[\d.]+ GB +[\d,]+ +\d+\w \d+\w  fits$', printed, re.M), name
+        assert re.search(rf'^{name} +[\d.]+ GB +[\d,]+ +\d+\w( \d+\w)?  fits$', printed, re.M), name
     for numbers, flags in ((r'[\d,]+ +unknown', dict(max_epochs=2)),
                            (r'[\d,]+ +unknown', dict(time_budget=9)),
                            ('unknown +unknown', dict(dtype='float32'))):
@@ -157,6 +157,7 @@ def test_a_dataset_is_counted(forecast_of, tmp_path):
     write_bins(tmp_path / 'data' / 'mine', noise(4001), noise(487))
     flags = dict(dataset='mine', block_size=16, gradient_accumulation_steps=4)
     assert 'run: 63 steps of 128 tokens, 8,064 tokens, 2.02 epochs' in forecast_of(max_epochs=2, **flags)
+    assert re.search(r'disk: [\d.]+ MB: 2 checkpoints of [\d.]+ kB', forecast_of(**flags))
     assert 'run: 50 steps' in forecast_of(max_iters=50, warmup_iters=0.1, **flags)
 
 
@@ -172,7 +173,9 @@ def test_weights_are_not_needed_but_their_shape_is(forecast_of, train_tiny, tmp_
     train_tiny(max_iters=1)
     out, new = tmp_path / 'out', tmp_path / 'new'
     for settings in (dict(init_from=out, out_dir=new), dict(init_from='resume', out_dir=out)):
-        assert '8,224 in embeddings' in forecast_of(dataset='tiny', **settings)
+        printed = forecast_of(dataset='tiny', **settings)
+        assert '8,224 in embeddings' in printed
+        assert ('; 1 are done' in printed) == (settings['out_dir'] == out)
 
 
 def test_the_size_of_a_checkpoint(train_tiny, tmp_path):

@@ -14,7 +14,8 @@ from hotloop.system.distributed import Env
 from hotloop.system.text import duration
 from hotloop.training.checkpoint import RunState
 from hotloop.training.evaluate import Evaluation
-from hotloop.training.logger import Log, Meter, evaluation_text, keep_lines, step_line
+from hotloop.training.logger import Log, Meter, evaluation_text, keep_lines, shape_text, step_line
+from model import GPTConfig
 
 
 def test_the_log_is_strict_json(train_tiny, tmp_path):
@@ -95,6 +96,11 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
                  r'^step 2: val loss [\d.]+ \+- [\d.]+, [\d.]+ bits per byte, train loss [\d.]+$',
                  r'^done: best val loss [\d.]+, peak memory [\d.]+ [MG]B$', r'^to sample: python sample.py'):
         assert re.search(line, out, re.M), line
+
+
+def test_a_model_is_named_by_its_family_or_preset():
+    assert shape_text(GPTConfig(), {'hf_config': {'model_type': 'qwen3'}}).startswith('qwen3, 12 layers')
+    assert shape_text(GPTConfig(preset='modern'), {}).startswith('modern, ')
 
 
 def test_lines_of_steps_and_evaluations_fit_into_80_columns():

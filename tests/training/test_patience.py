@@ -26,6 +26,15 @@ def test_a_run_out_of_patience_stops_saves_and_says_how_to_go_on(train_tiny, tmp
     assert (saved['iter_num'], saved['state']['evals_since_best'], best['iter_num']) == (10, 2, 6)
 
 
+def test_losses_of_other_windows_are_not_compared(train_tiny, tmp_path, monkeypatch):
+    """A resume with another eval_tokens evaluates its first step again and counts from there."""
+    scripted_losses(monkeypatch, 2.0, 2.0)
+    train_tiny(max_iters=4, eval_interval=2, eval_tokens=64)
+    scripted_losses(monkeypatch, 9.0, 8.0)
+    train_tiny(init_from='resume', max_iters=6, eval_interval=2, eval_tokens=128)
+    assert load(tmp_path / 'out' / 'best.pt')['best_val_loss'] == 8.0
+
+
 def test_the_same_command_does_not_go_on_and_without_patience_it_finishes_with_the_same_bits(
         train_tiny, tmp_path, monkeypatch, capsys):
     losses = 4.0, 4.5, 4.2, 3.0, 2.0, 2.0
