@@ -226,17 +226,17 @@ def read_settings(argv=None):
 
 def find_latest(cfg):
     """Load the checkpoint to resume: with init_from=resume, or with --resume if out_dir holds a run."""
-    must_resume = cfg.init_from == 'resume'
-    if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not (cfg.resume or must_resume):
-        raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
+    if not cfg.resume and cfg.init_from != 'resume':
+        if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0':
+            raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
+        return None
     holds_run = bool(checkpoint_paths(cfg.out_dir))
-    if (cfg.resume or must_resume) and not holds_run and cfg.mirror_dir and checkpoint_paths(cfg.mirror_dir):
+    if not holds_run and cfg.mirror_dir and checkpoint_paths(cfg.mirror_dir):
         raise ValueError(f'out_dir={cfg.out_dir!r} holds no run, but mirror_dir={cfg.mirror_dir!r} does; '
                          f'continue it with --resume {shell(f"--out_dir={cfg.mirror_dir}")} '
                          '--mirror_dir=None, or omit --resume')
-    if cfg.resume and cfg.eval_only and not holds_run:
-        raise ValueError(f'eval_only: out_dir={cfg.out_dir!r} holds no run to evaluate')
-    if not must_resume and not (cfg.resume and holds_run):
+    may_start = cfg.init_from != 'resume' and not cfg.eval_only
+    if not holds_run and may_start:
         return None
     return Checkpoints(cfg.out_dir).latest()
 

@@ -282,7 +282,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
 @pytest.mark.parametrize('settings, match', [
     (dict(vocab_size=100), 'vocab_size=100 is smaller than the 257 ids of the tokenizer of tiny'),
     (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
-    (dict(resume=True, eval_only=True), 'holds no run to evaluate'),
+    (dict(resume=True, eval_only=True), 'holds no checkpoint'),
     (dict(eval_interval=0), 'eval_interval=0'), (dict(ortho_penalty=0.1), r'ortho_penalty=0\.1 applies only'),
     (dict(multi_token=0.5, loss_chunks=4), r'multi_token=0\.5 .*loss_chunks=4'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
