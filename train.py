@@ -54,14 +54,7 @@ from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, memory_advice, out_of_memory, set_loss
 from hotloop.training.optim import build_optimizers, set_learning_rate
-from hotloop.training.parallel import (
-    gradient_sync,
-    is_sharded,
-    local,
-    release_mesh,
-    set_blocks,
-    shard_model,
-)
+from hotloop.training.parallel import gradient_sync, is_sharded, local, release_mesh, set_blocks, shard_model
 from hotloop.training.recipes import OWN_MODEL, card_for_machine, choose_settings
 from hotloop.training.run_dir import is_same_run, open_folder, write_config
 from hotloop.training.schedule import Deadline, ahead_weights, learning_rate, plan_schedule, progress
@@ -73,14 +66,7 @@ from hotloop.training.settings import (
     setting_problems,
 )
 from hotloop.weights.load import adapt_shape, check_start, open_start
-from hotloop.weights.lora import (
-    LoRAConfig,
-    add_adapters,
-    check_lora,
-    describe_adapters,
-    note_untrained_end,
-    trainable,
-)
+from hotloop.weights.lora import LoRAConfig, add_adapters, check_lora, note_untrained_end, trainable
 from model import GPT, TRAINING_ONLY, GPTConfig, config_from
 
 
@@ -434,7 +420,6 @@ class Run:
             compare_record(self.record, checkpoint, cfg.dataset)
         if base:  # adapters are trained
             self.record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
-            print0(describe_adapters(self.record['lora'], model, env.dtype))
             if checkpoint:
                 # the checkpoint has the adapters alone
                 model.load_weights({**model.state_dict(), **checkpoint['model']})

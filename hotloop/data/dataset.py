@@ -17,13 +17,7 @@ import numpy as np
 
 from configurator import call_main
 from hotloop.data.sources import missing_dataset
-from hotloop.data.tokenizer import (
-    GPT2_SPEC,
-    same_tokenizer,
-    spec_of,
-    template_of_record,
-    tokenizer_from,
-)
+from hotloop.data.tokenizer import GPT2_SPEC, same_tokenizer, spec_of, template_of_record, tokenizer_from
 from hotloop.system.files import counting, free_number, hash_file, lock, read_json, sync_folder
 from hotloop.system.text import counted
 

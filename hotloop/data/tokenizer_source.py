@@ -54,7 +54,7 @@ def find_tokenizer(name, data_dir):
         raise ValueError(f'{paths[0]} has no tokenizer: no tokenizer.json, no train.bin and no checkpoint')
     if is_hub_name(name):
         folder = hub_folder(name, TOKENIZER_FILES)
-        return TokenizerSource(read_tokenizer_json(folder), name, template=template_of(folder))
+        return TokenizerSource(read_tokenizer_json(folder), name, template=known_template(folder))
     raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 or more), '
                      f'{", ".join(TIKTOKEN_NAMES)}, and neither a run, a dataset, a tokenizer.json nor a '
                      'model of the hub')
@@ -103,7 +103,7 @@ def tokenizer_at(path, data_dir):
             return TokenizerSource(tokenizer_from(spec_of(record)), path, is_run, chat_of(record))
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
         model = path if {'config.json', 'adapter_config.json'} & set(names) else None
-        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(path))
+        return TokenizerSource(read_tokenizer_json(path), model, template=known_template(path))
     if 'train.bin' in names:
         meta = read_meta(path)
         return TokenizerSource(tokenizer_from(meta['tokenizer']), template=chat_of(meta))
@@ -165,7 +165,7 @@ def chat_template_of(folder):
     return read_optional(folder, 'tokenizer_config.json').get('chat_template')
 
 
-def template_of(folder):
+def known_template(folder):
     """Find the template of a Hugging Face folder by how a turn begins. Returns None for others."""
     chat = str(chat_template_of(folder) or '')
     if '<|im_sep|>' in chat:  # Phi-4's turns begin as ChatML's

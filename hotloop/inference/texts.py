@@ -25,8 +25,8 @@ class Prompt(NamedTuple):
 
 def make_prompts(opened, rows, cfg):
     """
-    Encode rows of read_prompts() in the template of an opened Model; texts only if the settings name it.
-    Of a chat that is too long the oldest turns are dropped.
+    Encode rows of read_prompts() in the template of an opened Model; a plain text only if --template names
+    one. Of a chat that is too long the oldest turns are dropped.
     """
     prompts = []
     tokenizer, template = opened.tokenizer, opened.template

@@ -137,8 +137,8 @@ def json_lines(lines, path, remedy=''):
 
 def optional(module, purpose, package=None):
     """
-    Import a module that requirements.txt does not install. package: what does, if it has another name
-    than the first part of the module's. Raises ValueError if it is missing.
+    Import a module that requirements.txt does not install. package: its name for pip, unless that is the
+    first part of the module's. Raises ValueError if it is missing.
     """
     try:
         return importlib.import_module(module)

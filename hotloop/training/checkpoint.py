@@ -246,7 +246,7 @@ class Checkpoints:
 def state_from(checkpoint, cfg=None):
     """
     Read the RunState of a checkpoint of ours or of nanoGPT. Unknown fields are dropped. cfg: the settings of
-    a resume, which counts losses afresh if its evaluations read other windows.
+    a resume; the best loss is forgotten if its evaluations read other windows than before.
     """
     config = checkpoint.get('config', {})
     saved = checkpoint.get('state', checkpoint)  # nanoGPT's stand beside the weights

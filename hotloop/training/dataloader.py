@@ -18,7 +18,10 @@ INTERLEAVE = 10_000  # windows of a mixture in which each split has its exact sh
 
 
 class Windows:
-    """Windows of T tokens, in an order that depends on the seed, with gather() and num_targets()."""
+    """
+    Windows of T tokens, in an order that depends on the seed, with gather() and num_targets(). A subclass has
+    `period`, the number of windows in an epoch, and order(seed, epoch), their positions.
+    """
 
     def starts(self, seed, index):
         """Find the positions of windows by number, counted over all epochs. index: int64 array."""

@@ -18,6 +18,7 @@ from hotloop.system.text import compact, counted, duration, file_size, first_lin
 from hotloop.training.forecast import flops_of
 from hotloop.training.report import read_rows, write_report
 from hotloop.training.run_dir import resume_command
+from hotloop.weights.lora import trainable
 
 REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
 FEW_STEPS = 20  # too few to tune a model
@@ -49,6 +50,12 @@ def print_run(model, record, batches, val, meta, cfg, env):
              f'batch: {counted(batches.micro_batch, "sequence")} x '
              f'{counted(batches.accumulation, "micro-batch")} x {counted(env.world, "process")} = '
              f'{batches.global_batch * c.block_size:,} tokens per step{chunks}']
+    if 'lora' in record:
+        lora = record['lora']
+        count = sum(p.numel() for p in trainable(model))
+        stored = 'NF4' if lora['quantize'] == 'nf4' else str(env.dtype).removeprefix('torch.')
+        lines.append(f'adapters: rank {lora["lora_rank"]}, scale {lora["scale"]:g}; {count:,} parameters are '
+                     f'trained, and the {lora["parameters"]:,} of {lora["base"]} are frozen in {stored}')
     if cfg.shard != 'none' and env.world == 1:
         lines.append(f'shard={cfg.shard}: no effect, because there is only one process')
     gpus = torch.cuda.device_count()

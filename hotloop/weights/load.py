@@ -15,7 +15,7 @@ import torch
 from configurator import did_you_mean
 from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of, template_of_record
-from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
+from hotloop.data.tokenizer_source import dataset_spec, known_template, read_optional, read_tokenizer_json
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, first_intact, hash_file, read_json
 from hotloop.system.text import first_line
@@ -29,7 +29,7 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 KEYWORDS = ('scratch', 'resume')
-WTE, WPE, HEAD = 'transformer.wte.weight', 'transformer.wpe.weight', 'lm_head.weight'
+WTE, HEAD = 'transformer.wte.weight', 'lm_head.weight'
 
 
 class Weights(NamedTuple):
@@ -147,7 +147,7 @@ def load_adapter(folder):
     base = open_base(record, folder)
     rest = {'sha256': hash_file(os.path.join(folder, TENSORS)),
             'hf_config': base.checkpoint.get('hf_config'),
-            'template': record['template'] or template_of(folder) or template_of_record(base.checkpoint)}
+            'template': record['template'] or known_template(folder) or template_of_record(base.checkpoint)}
     family = record['family']
     if not family and (rest['hf_config'] or not record['sha256']):  # older folders of ours are as trained
         family = family_of(rest['hf_config'], base.model_args)
@@ -207,7 +207,7 @@ def load_folder(folder, is_gpt2=False):
     is_other = bool(vocab) and vocab.get('Ġthe') != 262
     if not is_gpt2 and (is_other or {'tokenizer.json', 'tokenizer.model'} & set(os.listdir(folder))):
         spec = read_tokenizer_json(folder).spec()
-        rest['template'] = template_of(folder)
+        rest['template'] = known_template(folder)
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
         spec = GPT2_SPEC
     return Weights(folder, model_args, weights, spec, rest)

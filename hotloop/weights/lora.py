@@ -169,14 +169,6 @@ def add_adapters(model, cfg, origin, env, seed):
             'parameters': num_frozen}
 
 
-def describe_adapters(record, model, dtype):
-    """Describe what is trained and what is frozen."""
-    count = sum(p.numel() for p in trainable(model))
-    stored = 'NF4' if record['quantize'] == 'nf4' else str(dtype).removeprefix('torch.')
-    return (f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}; {count:,} parameters are '
-            f'trained, and the {record["parameters"]:,} of {record["base"]} are frozen in {stored}')
-
-
 def trainable(model):
     """List the parameters that a run trains."""
     return [p for p in model.parameters() if p.requires_grad]

@@ -14,7 +14,7 @@ from test_dataset import Touch, nanogpt_meta
 
 import prepare
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from hotloop.data.tokenizer_source import checkpoint_tokenizer, find_tokenizer, template_of
+from hotloop.data.tokenizer_source import checkpoint_tokenizer, find_tokenizer, known_template
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
 CHAR = CharTokenizer('abc').spec()
@@ -107,7 +107,7 @@ def test_a_note_names_a_chat_template_that_is_not_ours(places, capsys):
 def test_a_template_that_only_resembles_ours_is_none_of_them(tmp_path, template):
     """Alpaca's preamble must be there; Phi-4's turns are not ChatML's."""
     (tmp_path / 'chat_template.jinja').write_text(template)
-    assert template_of(str(tmp_path)) is None
+    assert known_template(str(tmp_path)) is None
 
 
 def test_what_has_no_tokenizer_is_named(places, capsys):

@@ -14,7 +14,7 @@ from test_sample import CHARS, gpt, main, write
 from hotloop import load
 from hotloop.data.chat import CHATS, parts_before_answer
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from
-from hotloop.data.tokenizer_source import read_tokenizer_json, template_of
+from hotloop.data.tokenizer_source import known_template, read_tokenizer_json
 from hotloop.inference.texts import turn_ids
 from hotloop.weights.export import config_json, export
 from hotloop.weights.export_tokenizer import tokenizer_files
@@ -215,7 +215,7 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     write(path, gpt(257), ByteTokenizer(), template='alpaca')
     assert main(out_dir=path.parent, export=folder, dtype='bfloat16') == 0
     assert capsys.readouterr().out == f'wrote {folder}: gpt2, bfloat16\n'
-    assert template_of(folder) == 'alpaca'
+    assert known_template(folder) == 'alpaca'
     config = json.loads((folder / 'config.json').read_text())
     assert (config['dtype'], config['eos_token_id'], config['bos_token_id']) == ('bfloat16', [256], None)
     weights = read_safetensors(str(folder / 'model.safetensors'))
