@@ -20,6 +20,7 @@ OWN_MODEL = {'n_layer', 'n_head', 'n_embd', 'optimizer'}
 DEPTHS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # that a time budget chooses from
 MANY_EPOCHS = 5  # from which on a small model gains by dropout, which costs a fifth of its speed
 TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (arXiv 2203.15556)
+BUDGET_TOKENS = 8  # for each parameter of the depth that a time budget chooses: tests/bench/LOG.md
 
 
 def card_for_machine(device):
@@ -93,10 +94,10 @@ def tokens_within(depth, seconds, flops):
 
 
 def choose_depth(seconds, flops):
-    """Return the depth that reads about 20 tokens for each parameter in so many seconds."""
+    """Return the depth that reads about BUDGET_TOKENS for each parameter in so many seconds."""
     def misfit(depth):
         tokens = tokens_within(depth, seconds, flops)
-        return abs(math.log(tokens / (TOKENS_PER_PARAMETER * num_parameters(depth))))
+        return abs(math.log(tokens / (BUDGET_TOKENS * num_parameters(depth))))
     return min(DEPTHS, key=misfit)
 
 

@@ -118,11 +118,11 @@ def test_a_depth_sets_a_shape_and_a_step(depth, world, width, heads, block_size)
     assert tokens == pytest.approx(20 * num_parameters(depth), rel=0.01)
 
 
-def test_a_time_budget_chooses_the_depth_that_reads_20_tokens_per_parameter():
+def test_a_time_budget_chooses_the_depth_that_reads_8_tokens_per_parameter():
     assert choose_depth(180, 1e9) == 3 and choose_depth(1e6, 1e15) == 24
     for seconds, flops in ((600, 1e12), (3600, 1e13), (3600, 1e14)):
         depth = choose_depth(seconds, flops)
-        assert 6 < tokens_within(depth, seconds, flops) / num_parameters(depth) < 70
+        assert 3 < tokens_within(depth, seconds, flops) / num_parameters(depth) < 22
 
 
 def test_a_depth_is_a_layer_below_flags(data_dir):
