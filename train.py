@@ -42,14 +42,21 @@ from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
 from hotloop.system import distributed
-from hotloop.system.device import COMPILE_EVAL_PAYS, choose_compile, choose_device, choose_dtype, try_compile
+from hotloop.system.device import (
+    COMPILE_EVAL_PAYS,
+    choose_compile,
+    choose_device,
+    choose_dtype,
+    try_compile,
+    use_threads,
+)
 from hotloop.system.distributed import Env, print0
 from hotloop.system.files import checkpoint_paths
 from hotloop.system.signals import StopRequest
 from hotloop.system.text import shell, short
 from hotloop.training.checkpoint import OPTIMIZERS, Checkpoints, RunState, checkpoint_of, restore, state_from
 from hotloop.training.dataloader import Batches, open_split, share_batch, upload
-from hotloop.training.evaluate import evaluate_both
+from hotloop.training.evaluate import evaluate_both, reads_other_windows
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, memory_advice, out_of_memory, set_loss
@@ -241,7 +248,7 @@ def setup(cfg):
         # use_deterministic_algorithms() imports Inductor for a second, so it waits for a compiled run, below
         torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
-    torch.set_num_threads(host.threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1'))))
+    use_threads()
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
@@ -436,7 +443,9 @@ class Run:
             batch_cfg = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=accumulation)
         self.state = RunState()
         if checkpoint:
-            self.state = state_from(checkpoint, cfg)
+            self.state = state_from(checkpoint)
+            if reads_other_windows(cfg, checkpoint.get('config', {})):
+                self.state.forget_losses()
         elif cfg.eval_only:
             self.state.iter_num = origin.get('iter_num', 0)
         self.batches = Batches(self.splits['train'], batch_cfg, env, self.state.shift(T, global_batch))

@@ -135,6 +135,11 @@ def peak_memory(device):
     return host.peak_memory()
 
 
+def use_threads():
+    """Use this process's share of the machine's cores. torchrun gives each process one thread."""
+    torch.set_num_threads(host.threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1'))))
+
+
 def measure_flops(device, dtype):
     """
     Measure the FLOP/s of a large matrix product on this machine, the best of five. On a CPU, at most twice

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from hotloop.system import host
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, first_intact, replacing
-from hotloop.system.text import first_line
+from hotloop.system.text import first_line, shell
 from hotloop.training.parallel import gather, is_sharded, shard_state
 from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.weights.load import check_records, load_checkpoint
@@ -51,6 +51,12 @@ class RunState:
             return True
         self.evals_since_best += 1
         return False
+
+    def forget_losses(self):
+        """Forget the losses so far, which are of other windows than the next ones: it evaluates at once."""
+        self.best_val_loss = math.inf
+        self.evals_since_best = 0
+        self.evaluated_at = None
 
     def shift(self, T, global_batch):
         """Return the windows read beyond iter_num steps of global_batch: not 0 if it changed."""
@@ -147,9 +153,11 @@ class Checkpoints:
         """Load the newest intact checkpoint. Prints which are damaged; ValueError if all are."""
         paths = checkpoint_paths(self.folder)
         if not paths:
+            start = 'scratch'
             best = os.path.join(self.folder, 'best.pt')
-            start = best if os.path.exists(best) else 'scratch'
-            raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from={start}')
+            if os.path.exists(best):
+                start = best
+            raise ValueError(f'{self.folder} holds no checkpoint; start with {shell(f"--init_from={start}")}')
         written = {path: os.stat(path).st_mtime_ns for path in paths}
         path, checkpoint = first_intact(paths, load_checkpoint)
         return Latest(checkpoint, path, paths[:paths.index(path)], written[path])
@@ -243,23 +251,14 @@ class Checkpoints:
 # -----------------------------------------------------------------------------
 # resuming
 
-def state_from(checkpoint, cfg=None):
-    """
-    Read the RunState of a checkpoint of ours or of nanoGPT. Unknown fields are dropped. cfg: the settings of
-    a resume; the best loss is forgotten if its evaluations read other windows than before.
-    """
+def state_from(checkpoint):
+    """Read the RunState of a checkpoint of ours or of nanoGPT. Unknown fields are dropped."""
     config = checkpoint.get('config', {})
     saved = checkpoint.get('state', checkpoint)  # nanoGPT's stand beside the weights
     names = [f.name for f in dataclasses.fields(RunState)]
     state = RunState(**{name: saved[name] for name in names if name in saved})
-    reads_others = False
-    for name in ('eval_tokens', 'eval_iters', 'pack_rows', 'batch_size') if cfg else ():
-        if name != 'batch_size' or cfg.eval_iters is not None:
-            reads_others |= config.get(name, getattr(cfg, name)) != getattr(cfg, name)
-    if reads_others or 'state' not in checkpoint:  # nanoGPT's are a few random windows
-        state.best_val_loss = math.inf
-        state.evals_since_best = 0
-        state.evaluated_at = None
+    if 'state' not in checkpoint:  # nanoGPT's loss is of a few random windows and compares with none of ours
+        state.forget_losses()
     if 'tokens_seen' not in saved:  # it does not count them
         values = {**config, **checkpoint.get('model_args', {})}
         sizes = 'batch_size', 'gradient_accumulation_steps', 'block_size'

@@ -116,6 +116,14 @@ def eval_windows(cfg, val):
     return num_val, max(min(cfg.eval_tokens or 2**20, val.num_tokens) // 4 // val.T, 1)
 
 
+def reads_other_windows(cfg, config):
+    """Test whether evaluations with cfg read other windows than those of a run with this config."""
+    names = ['eval_tokens', 'eval_iters', 'pack_rows']
+    if cfg.eval_iters is not None:
+        names.append('batch_size')
+    return any(config.get(name, getattr(cfg, name)) != getattr(cfg, name) for name in names)
+
+
 class Evaluation(NamedTuple):
     """The losses of both splits, as evaluate() returns them."""
     val: dict

@@ -7,8 +7,7 @@ import torch
 
 from configurator import check_problems
 from hotloop.data.dataset import open_datasets
-from hotloop.system import host
-from hotloop.system.device import choose_device, choose_dtype, measure_flops
+from hotloop.system.device import choose_device, choose_dtype, measure_flops, use_threads
 from hotloop.system.distributed import Env, open_process_group, print0
 
 # (least GB of GPU memory, card, its dataset). PyTorch reports up to a tenth less than is sold
@@ -124,8 +123,7 @@ def choose_settings(cfg, given):
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS at its first product
-    # torchrun gives each process one; the run will have these
-    torch.set_num_threads(host.threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1'))))
+    use_threads()  # those of the run
     flops = world * measure_flops(device, dtype)
     if world > 1:  # the settings must be those of all processes
         open_process_group(cfg.backend, device)

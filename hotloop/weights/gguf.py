@@ -141,11 +141,11 @@ def vocabulary(tokenizer, template, max_length):
     stops = {*files['generation_config.json']['eos_token_id']} - {tokenizer.eot}
     if stops:
         made['ggml.eot_token_id'] = max(stops)  # ends an answer, too
-    template = files['tokenizer_config.json'].get('chat_template')
-    if isinstance(template, list):  # several, by name
-        template = next((one['template'] for one in template if one['name'] == 'default'), None)
-    if template:
-        made['chat_template'] = template
+    jinja = files['tokenizer_config.json'].get('chat_template')
+    if isinstance(jinja, list):  # several, by name
+        jinja = next((one['template'] for one in jinja if one['name'] == 'default'), None)
+    if jinja:
+        made['chat_template'] = jinja
     return {f'tokenizer.{key}': value for key, value in made.items()}
 
 
