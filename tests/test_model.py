@@ -94,7 +94,7 @@ def test_attention_within_windows_and_documents_equals_a_dense_mask(monkeypatch,
 @pytest.mark.parametrize('settings', [
     dict(window=100, window_pattern='SL', n_kv_head=1), dict(attn_softcap=5.0), dict(window=37),
     dict(window=37, attn_softcap=5.0, query_scale=0.3, rope_local_base=500.0)], ids=str)
-@pytest.mark.parametrize('masked', [False, True])
+@pytest.mark.parametrize('masked', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_gpus_attention_computes_the_gradients_of_a_cpus(monkeypatch, settings, masked):
     """The branch of GPT.forward with FlexAttention's masks, run without Inductor."""
     monkeypatch.setattr('torch.nn.attention.flex_attention._validate_device', lambda *args: None)

@@ -57,7 +57,7 @@ def compress(suffix, data):
 @pytest.mark.parametrize('suffix', ['.gz', '.bz2', '.xz', '.lzma', '.zst'])
 def test_a_compressed_file_is_the_file(tmp_path, suffix):
     """Line ends and characters that blocks cut included."""
-    text = 'xGröße\r\n' + 'Größe\r\n' * 200_000
+    text = 'xGröße\r\n' + 'Größe\r\n' * 130_000
     path = tmp_path / f'a.txt{suffix}'
     path.write_bytes(compress(suffix, text.encode()))
     assert read(path) == [text]

@@ -73,6 +73,7 @@ def test_gpt2_round_trips_and_its_sizes_are_bytes(gpt2):
     assert prompt_ids(gpt2, 'hi<|endoftext|> there') == [5303, 50256, 612]
 
 
+@pytest.mark.slow
 def test_white_space_of_any_length_is_encoded():
     text = 'é' + '\n ' * 1_050_000 + 'x'  # tiktoken fails from a million on
     tokenizer = BPETokenizer([bytes([b]) for b in range(256)])

@@ -114,7 +114,8 @@ def test_a_row_that_is_not_a_task_is_refused(row):
     ('exit(0)', 'exit status 0'), ('import os\nos._exit(1)', 'exit status 1'),
     ('input()', 'EOFError'), ('def f(): return f()\nf()', 'RecursionError'),
     ('import os\nos.kill(os.getpid(), 11)', 'exit status -11'),
-    ('while True: pass', 'stopped after 1 s'), ('x = "a" * 2**33', 'MemoryError'),
+    pytest.param('while True: pass', 'stopped after 1 s', marks=pytest.mark.slow),
+    ('x = "a" * 2**33', 'MemoryError'),
     ('open("a", "wb").write(bytes(2 * 10**6))', 'OSError: [Errno 27]')])
 def test_a_program_that_fails_or_exceeds_a_limit_gives_its_reason(program, reason):
     """Leaving before the tests is a failure, whatever the exit status."""

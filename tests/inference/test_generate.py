@@ -61,12 +61,12 @@ def next_logits(model, context):
 def test_cached_greedy_generation_equals_uncached(shape, length):
     """Past block_size too, where the oldest eighth, two tokens, is dropped and the rest is computed again."""
     model, context, expected = make(shape), ids(length), []
-    for _ in range(24):
+    for _ in range(20):
         if len(context) > 16:
             context = context[2:]
         expected.append(next_logits(model, context).argmax().item())
         context.append(expected[-1])
-    assert run(model, [ids(length)], 24, temperature=0) == [expected]
+    assert run(model, [ids(length)], 20, temperature=0) == [expected]
 
 
 def test_samples_share_a_prefill_and_a_slide_costs_one_in_an_eighth_of_the_context(shapes):
@@ -97,10 +97,10 @@ def test_a_bos_stays_when_the_oldest_tokens_are_dropped():
 def test_a_ragged_batch_equals_its_rows_alone(shape, fixed_shapes):
     """Token for token, past the context, with sequences that end on the way; at fixed shapes too."""
     model, how = make(shape), dict(top_k=20, repetition_penalty=1.1, ends={3, 5, 12})
-    alone = [run(model, [prompt], 24, seeds=[i], **how)[0] for i, prompt in enumerate(PROMPTS)]
+    alone = [run(model, [prompt], 20, seeds=[i], **how)[0] for i, prompt in enumerate(PROMPTS)]
     assert len(set(map(len, alone))) > 2, 'or nothing ends on the way'
     for compiled in (False, True):
-        assert run(model, PROMPTS, 24, seeds=range(5), compiled=compiled, **how) == alone
+        assert run(model, PROMPTS, 20, seeds=range(5), compiled=compiled, **how) == alone
 
 
 def test_int8_in_a_batch_of_any_size_equals_int8_alone():

@@ -128,8 +128,8 @@ def without_clock(line):
 
 def run_once(folder, patch, settings):
     """Return what can be seen of a run of three steps: the weights, the error, the lines, the files."""
-    flags = {**TINY, 'n_layer': 1, 'n_embd': 16, 'batch_size': 2, 'max_iters': 3, 'warmup_iters': 1,
-             'eval_interval': 100, 'eval_tokens': 128, **settings}
+    flags = {**TINY, 'n_layer': 1, 'n_embd': 16, 'batch_size': 2, 'gradient_accumulation_steps': 1,
+             'max_iters': 3, 'warmup_iters': 1, 'eval_interval': 100, 'eval_tokens': 128, **settings}
     flags['out_dir'] = folder / flags.get('out_dir', 'out')
     printed, error, weights = io.StringIO(), None, None
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(printed):

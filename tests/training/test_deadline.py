@@ -84,7 +84,8 @@ def test_an_evaluation_that_is_too_long_is_named(train_tiny, clock, capsys):
     assert int(tokens) == pytest.approx(256 * 12 / int(seconds), rel=0.05)
 
 
-@pytest.mark.parametrize('kill', [5, 70])  # before and after the decay has begun
+# before and after the decay has begun
+@pytest.mark.parametrize('kill', [pytest.param(5, marks=pytest.mark.slow), 70])
 def test_a_run_that_is_stopped_uses_its_budget_once(train_tiny, tmp_path, monkeypatch, clock, kill):
     at_step(monkeypatch, kill, lambda: os.kill(os.getpid(), signal.SIGTERM))
     settings = dict(**FEW, time_budget=2)

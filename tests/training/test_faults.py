@@ -115,7 +115,7 @@ def test_no_damaged_checkpoint_is_loaded_wrong(two_checkpoints, tmp_path, count)
     assert fell_back > 0.8 * count
 
 
-@pytest.mark.parametrize('until, code', [(7, 0), (None, 1)])
+@pytest.mark.parametrize('until, code', [pytest.param(7, 0, marks=pytest.mark.slow), (None, 1)])
 def test_a_full_disk_ends_no_run_but_a_final_save_that_fails_is_an_error(run, tmp_path, until, code):
     """
     By RLIMIT_FSIZE, so the kernel makes the error, in its words or torch's. The last checkpoint that was
@@ -153,7 +153,7 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
 
 
 @pytest.mark.parametrize('when, times, numbers, code, step', [
-    ('train.Meter', 1, [TERM], 143, 0),  # before the first step
+    pytest.param('train.Meter', 1, [TERM], 143, 0, marks=pytest.mark.slow),  # before the first step
     (FORWARD, 3, [INT], 130, 2),  # in step 2, which is completed
     pytest.param(FORWARD, 4, [HUP, INT], 129, 2, marks=pytest.mark.slow),
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process

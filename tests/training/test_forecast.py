@@ -61,8 +61,8 @@ def test_frozen_weights_cost_no_products_for_their_gradients():
 # counting
 
 @pytest.mark.parametrize('chunks, recompute', [
-    (1, 'none'), (4, 'none'), pytest.param(1, 'selective', marks=pytest.mark.slow),
-    pytest.param(1, 'full', marks=pytest.mark.slow)])
+    (4, 'none'), *(pytest.param(1, recompute, marks=pytest.mark.slow)
+                   for recompute in ('none', 'selective', 'full'))])
 @pytest.mark.parametrize('lora, settings', [
     (None, {}), (None, dict(preset='modern')), (None, GATED), (LORA, GATED), (QLORA, dict(bias=True)),
     (LoRAConfig(lora_rank=4, lora_targets='mlp'), {})])

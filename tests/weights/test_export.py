@@ -148,6 +148,7 @@ def test_ids_are_equal_in_the_tokenizers_package(tokenizer):
     check_ids(tokenizer)
 
 
+@pytest.mark.slow
 def test_the_ids_of_gpt2_are_equal(gpt2):
     check_ids(gpt2)
 

@@ -173,7 +173,8 @@ def test_llama_cpp_writes_the_same_greedy_text(tmp_path, name):
             assert answer['tokens'] == expected[:, :128].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize('name', ['byte', 'own', 'gpt2', 'gpt-2', 'smollm', 'llama-bpe', 'qwen2'])
+@pytest.mark.parametrize('name', [
+    'byte', 'own', pytest.param('gpt2', marks=pytest.mark.slow), 'gpt-2', 'smollm', 'llama-bpe', 'qwen2'])
 def test_llama_cpp_reads_the_same_ids(tmp_path, name, request):
     """With and without the names of special ids, after the first id that each text has."""
     tokenizer = {'own': own, 'byte': ByteTokenizer}.get(name)
