@@ -31,7 +31,8 @@ from hotloop.data.chat import TEMPLATES
 from hotloop.data.documents import documents_in, is_document, plan_holdout, split_pieces, template_of
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
-from hotloop.data.tokenizer_source import find_tokenizer, learn_tokenizer
+from hotloop.data.tokenizer import HFTokenizer
+from hotloop.data.tokenizer_source import check_bytes, find_tokenizer, learn_tokenizer
 from hotloop.system.files import replacing
 from hotloop.system.host import cores
 from hotloop.system.text import counted, file_size, script, shell
@@ -100,12 +101,21 @@ def open_sources(sources, cfg, spool):
             val_files = open_corpus(corpus, corpus.val, cfg.data_dir)
     else:
         files = all_files(sources, cfg.format, cfg.data_dir, spool)
+        note_test_files(files, val_files)
     once = {os.path.realpath(file.path): file for file in files}  # sources may overlap
     for file in val_files:
         once.pop(os.path.realpath(file.path), None)
     if not once:
         raise ValueError('all files are validation files; none is left to train on')
     return list(once.values()), val_files
+
+
+def note_test_files(files, val_files):
+    """Say that files which are named as a test split are read as training text."""
+    names = [os.path.basename(file.name) for file in files]
+    tests = [name for name in names if re.match('test|val|dev', name)]
+    if tests and not val_files and any(name.startswith('train') for name in names):
+        print(f'note: {tests[0]} is text to train on, too; --val=FILE keeps a file out')
 
 
 # -----------------------------------------------------------------------------
@@ -142,9 +152,8 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
         print('note: the tokenizer has no end-of-text id; nothing marks where documents end')
     batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot)
     splits = dataset.write_bins(folder, batches, template is not None)
-    if skipped:
-        print(f'skipped {counted(skipped.total(), "row")} without text or answer, or that the template '
-              'cannot write, such as calls of tools')
+    for reason, count in skipped.most_common(5):
+        print(f'skipped {counted(count, "row")}: {reason}')
     for name, counts in splits.items():
         if not counts['bytes']:
             raise ValueError(f'there is no text for the {name} split with val={cfg.val!r}; --val names a '
@@ -177,6 +186,8 @@ def main(argv=None):
         raise ValueError(f'{folder} exists and was not created by prepare.py; choose another --name')
     with dataset.partial_folder(folder) as partial:
         found = find_tokenizer(cfg.tokenizer, cfg.data_dir)  # errors before downloads
+        if isinstance(found.tokenizer, HFTokenizer):
+            check_bytes(found.tokenizer, cfg.tokenizer)
         files, val_files = open_sources(sources, cfg, f'{partial}.stdin')
         template = template_of([*files, *val_files], cfg.template, cfg.text_field, found.template)
         has_other = found.tokenizer and found.tokenizer.spec().get('kept', {}).get('chat_template')

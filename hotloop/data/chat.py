@@ -7,16 +7,18 @@ from typing import NamedTuple
 from hotloop.data.tokenizer import fix_surrogates
 from hotloop.system.files import parse_json
 
+QUESTIONS = ('instruction', 'prompt', 'question')
 ANSWERS = ('completion', 'response', 'output', 'answer')
 CHAT_FIELDS = ('messages', 'conversations', 'conversation')
-ROW_FIELDS = ['text', 'content', *CHAT_FIELDS, 'prompt', 'question', 'instruction', 'input',
-              'context', 'system', 'system_prompt', *ANSWERS]
+ROW_FIELDS = ['text', 'content', *CHAT_FIELDS, *QUESTIONS, 'input', 'context', 'system', 'system_prompt',
+              *ANSWERS]
 # of HumanEval and MBPP, which sample.py --eval_code reads
 TASK_FIELDS = ['task_id', 'entry_point', 'canonical_solution', 'test', 'code', 'test_list', 'test_setup_code',
                'test_imports']
 SPEAKERS = ('system', 'user', 'assistant')
-OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'bing': 'assistant',
-               'bard': 'assistant', 'model': 'assistant', 'developer': 'system'}
+OTHER_ROLES = {'human': 'user', 'prompter': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant',
+               'bing': 'assistant', 'bard': 'assistant', 'model': 'assistant', 'bot': 'assistant',
+               'ai': 'assistant', 'developer': 'system'}
 MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
 
 
@@ -35,6 +37,10 @@ class Template(NamedTuple):
     preamble: str = ''  # the system prompt of a conversation that has none; {} becomes input_note
     input_note: str = ''  # if an instruction has an input
     input_heading: str = ''
+
+    @property
+    def unlearned(self):
+        return self.assistant
 
 
 TEMPLATES = {
@@ -56,17 +62,15 @@ TEMPLATES = {
 CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0])  # mark turns
 
 
-def parts_of(row, where, template, text_field=None):
+def parts_of(row, where, template):
     """
     Return the parts [(text, markup, counts)] of the document in a row, or None if it has no text or
     no answer or cannot be written in the template. template: a name, or None if rows are texts.
+    Raises UnknownRole.
     """
-    try:
-        suited, turns = read_row(row, where, text_field)
-    except UnknownRole:
-        return None
+    suited, turns = read_row(row, where)
     if suited is None:
-        text = text_of(as_object(row, where), where, text_field)
+        text = text_of(as_object(row, where), where)
         if not text or template:
             return None
         return [(text, False, True)]
@@ -86,24 +90,46 @@ def as_object(row, where):
     return row
 
 
-def read_row(row, where, text_field=None):
+def is_chat(value):
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+
+
+def standard_row(row, where, text_field=None):
     """
-    Read a row of instruction data: messages (a chat), instruction and output (Alpaca), or prompt or
-    question and completion or answer. where: file and line, for errors. Returns (the template that
-    suits the row, its turns [(role, text)]), or (None, []) for a text. text_field: the field of a
-    text, or those of a prompt and its completion, with a comma between. Raises ValueError, as
-    UnknownRole for a chat that no template can write.
+    Return a row as an object with the names of fields that read_row() knows. text_field: the field
+    of a text or a chat, or those of a prompt and its completion, with a comma between.
     """
     row = as_object(row, where)
     if text_field:
-        prompt, is_pair, answer = text_field.partition(',')
-        if not is_pair:
-            return None, []
-        return 'joined', [('user', text_of(row, where, prompt)), ('assistant', text_of(row, where, answer))]
+        name, is_pair, other = text_field.partition(',')
+        value = value_of(row, where, name)
+        if is_pair:
+            row = {'prompt': value, 'completion': value_of(row, where, other)}
+        elif is_chat(value):
+            row = {'messages': value}
+        else:
+            row = {'text': check_text(value, f'{where}: field {name!r}')}
+    question = first_of(row, QUESTIONS)
+    if question and is_chat(row[question]):  # up to the answer, as TRL's rows have it
+        answer = row.get(first_of(row, ANSWERS)) or []
+        if not is_chat(answer):
+            answer = [{'role': 'assistant', 'content': answer}]
+        row = {'messages': row[question] + answer}
+    return row
+
+
+def read_row(row, where):
+    """
+    Read a row of instruction data: messages (a chat), instruction and output (Alpaca), or prompt or
+    question and completion or answer. where: file and line, for errors. Returns (the template that
+    suits the row, its turns [(role, text)]), or (None, []) for a text. Raises ValueError, as
+    UnknownRole for a chat that no template can write.
+    """
+    row = standard_row(row, where)
     chat = first_of(row, CHAT_FIELDS)
     if chat and isinstance(row[chat], str) and row[chat][:1] == '[':  # tables hold a chat as JSON
         row = {**row, chat: parse_json(row[chat], f'{where}: field {chat!r}')}
-    question = first_of(row, ('instruction', 'prompt', 'question'))
+    question = first_of(row, QUESTIONS)
     answer = first_of(row, ANSWERS)
     # in tables that were put together, what has a value decides
     has_text = bool(row.get('text') or row.get('content'))
@@ -154,6 +180,8 @@ def turn_of(message, where):
         texts = [part.get('text') if isinstance(part, dict) else None for part in content]
         if None not in texts:
             content = ''.join(map(str, texts))
+    if role == 'assistant' and message.get('weight') == 0:  # OpenAI's sign of an answer not to learn
+        role = 'unlearned'
     return role, content
 
 
@@ -167,11 +195,16 @@ def choose_template(asked, suited):
 def text_of(row, where, field=None):
     """Return the text in a field of a row, by default text or content. Raises ValueError if it has none."""
     field = field or first_of(row, ('text', 'content')) or 'text'
+    return check_text(value_of(row, where, field), f'{where}: field {field!r}')
+
+
+def value_of(row, where, field):
+    """Return a field of a row. Raises ValueError if it has none."""
     if field not in row:
         raise ValueError(f'{where} has no field {field!r}, only {", ".join(map(str, row))}; name one with '
                          '--text_field of prepare.py, or two (prompt,answer), or an answer '
                          f'{" or ".join(ANSWERS)}; --format=text reads files of rows as plain text')
-    return check_text(row[field], f'{where}: field {field!r}')
+    return row[field]
 
 
 def check_text(value, name):
@@ -217,7 +250,7 @@ def prompt_of(row, where):
     if isinstance(row, str):
         row = fix_surrogates(row)
         return row, [('user', row)], None
-    row = {name: value for name, value in as_object(row, where).items() if name not in ANSWERS}
+    row = {name: value for name, value in standard_row(row, where).items() if name not in ANSWERS}
     suited, turns = read_row({**row, 'completion': ''}, where)
     if suited is None:
         raise ValueError(f'{where}: expected a text, or an object with messages, instruction or prompt')

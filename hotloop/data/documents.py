@@ -17,7 +17,15 @@ import zlib
 from collections import Counter
 from typing import NamedTuple
 
-from hotloop.data.chat import ROW_FIELDS, TASK_FIELDS, UnknownRole, choose_template, parts_of, read_row
+from hotloop.data.chat import (
+    ROW_FIELDS,
+    TASK_FIELDS,
+    UnknownRole,
+    choose_template,
+    parts_of,
+    read_row,
+    standard_row,
+)
 from hotloop.system.files import json_lines, optional, parse_json
 
 PIECE = 1 << 20  # characters tokenized at a time
@@ -88,7 +96,7 @@ def text_blocks(path):
 def documents_in(files, template=None, text_field=None, skipped=None):
     """
     Yield the Pieces of all documents of the files. template: that of rows, None if they are texts.
-    text_field: as in read_row(). skipped: a Counter of rows without a document.
+    text_field: as in standard_row(). skipped: a Counter of the reasons why rows have no document.
     """
     if files and files[0].kind == 'joined':
         yield from pieces_of(joined_blocks(files), files[0].name)
@@ -130,18 +138,22 @@ def row_pieces(file, template, text_field, skipped):
     key = None
     if file.kind == 'functions':
         key = file.name  # Functions of a file resemble each other: all are held out, or none.
-    for where, row in rows_in(file, text_field):
-        parts = parts_of(row, where, template, text_field)
+    for where, given in rows_in(file, text_field):
+        row = standard_row(given, where, text_field)
+        try:
+            parts = parts_of(row, where, template)
+        except UnknownRole as e:
+            skipped[str(e).removeprefix(f'{where}: ')] += 1
+            continue
         if parts is None:
-            skipped['rows'] += 1
+            skipped['it has no text or answer, or the template cannot write it'] += 1
         elif template is None:
             yield from pieces_of([parts[0][0]], key)
         else:
             # as given, so that every template holds out the same rows
-            texts = '\0'.join(text for _, text in read_row(row, where, text_field)[1])
-            if text_field and 'test_list' not in row:  # sample.py --eval_code knows these names, and MBPP's
-                names = text_field.split(',')
-                row = {'prompt': row[names[0]], 'completion': row[names[1]]}
+            texts = '\0'.join(text for _, text in read_row(row, where)[1])
+            if 'test_list' in given:  # sample.py --eval_code knows MBPP's names
+                row = given
             yield Piece(parts, True, True, key or texts, row)
 
 
@@ -276,7 +288,7 @@ def template_of(files, asked='auto', text_field=None, of_model=None):
             continue
         for where, row in rows_in(file, text_field):
             try:
-                suited, _ = read_row(row, where, text_field)
+                suited, _ = read_row(standard_row(row, where, text_field), where)
             except UnknownRole:
                 continue
             if asked == 'auto' and suited and of_model and file.kind != 'functions':
@@ -343,7 +355,7 @@ def plan_holdout(files, val_files, fraction, seed, read):
         return int(length * (1 - fraction)), None
     held_out = hold_out(sizes, fraction)
     share = sum(sizes[key] for key in held_out) / max(sizes.total(), 1)
-    if not fraction / 2 <= share <= 2 * fraction:
+    if sizes and not fraction / 2 <= share <= 2 * fraction:
         print(f'note: {share:.1%} of the text is held out, not {fraction:.1%}, because documents are held '
               'out whole; --val=FILE names a validation text')
     return None, lambda key: holdout_hash(key, seed) in held_out

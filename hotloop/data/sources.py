@@ -72,8 +72,8 @@ CORPORA = {
         train=tuple(f'sample/10BT/{i:03d}_00000.parquet' for i in range(14)),
         download=28.5e9, kind='parquet', val_fraction=0.0005),
 }
-KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
-         '.parquet': 'parquet'}
+KINDS = {'.jsonl': 'jsonl', '.jsonlines': 'jsonl', '.ndjson': 'jsonl', '.json': 'json',
+         '.csv': 'csv', '.tsv': 'csv', '.parquet': 'parquet'}
 FOLDER_SUFFIXES = {  # of the files that a format reads in a folder; other formats read all
     'functions': ('.py',),
     'auto': (*KINDS, '.txt', '.text', '.md', '.rst', '.tex', '.org', '.log', '.html', '.htm', '.xml', '.css',
@@ -126,11 +126,13 @@ def files_in_folder(folder, format):
         raise ValueError(f'{folder} holds .arrow files, as save_to_disk() of datasets writes; its '
                          'to_parquet(FILE) writes what is read here')
     paths = [path for path in found if not suffixes or suffix_of(path) in suffixes]
+    if any(suffix_of(path) in ('.parquet', '.jsonl') for path in paths):  # README.md is then a dataset's card
+        paths = [path for path in paths if os.path.basename(path) != 'README.md']
     if not paths:
         raise ValueError(f'{folder} contains no files to read with format={format!r}; a pattern reads files '
                          f'of another name: {shell(os.path.join(folder, "**", "*.SUFFIX"))}')
     if len(paths) < len(found) and format != 'functions':
-        print(f'{folder}: {counted(len(found) - len(paths), "file")} of other suffixes left out; a pattern '
+        print(f'{folder}: {counted(len(found) - len(paths), "file")} of other names left out; a pattern '
               f'reads them: {shell(os.path.join(folder, "**", "*.SUFFIX"))}', file=sys.stderr)
     return paths
 
@@ -164,6 +166,10 @@ def open_file(path, name, format='auto'):
             if SEPARATOR in map(str.strip, first.split('\n')):
                 kind = 'texts'
     return File(path, name, kind)
+
+
+def looks_like_json(path):
+    return re.match(r'\s*[\[{]\s*["\[{]', next(text_blocks(path), ''))
 
 
 def files_of(source, format, data_dir, spool):
@@ -208,8 +214,7 @@ def all_files(sources, format, data_dir, spool):
                 file = file._replace(name=f'{folder}/{file.name}')
             files.append(file)
     files = [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
-    is_text = format == 'auto' and len(files) == 1 and files[0].kind == 'text'
-    if is_text and re.match(r'\s*[\[{]\s*["\[{]', next(text_blocks(files[0].path), '')):
+    if format == 'auto' and all(file.kind == 'text' and looks_like_json(file.path) for file in files):
         print(f'note: {sources[0]} looks like JSON and is read as plain text; --format=jsonl reads an object '
               'on each line, --format=json a list of objects', file=sys.stderr)
     return files

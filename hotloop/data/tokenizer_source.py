@@ -2,10 +2,11 @@
 
 import io
 import os
+import sys
 import zipfile
 from typing import NamedTuple
 
-from hotloop.data.bpe import count_words, learn_merges
+from hotloop.data.bpe import BYTE_OF, count_words, learn_merges
 from hotloop.data.chat import CHATS, MARK, SPEAKERS, TEMPLATES
 from hotloop.data.dataset import PlainUnpickler, read_meta
 from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
@@ -23,6 +24,7 @@ from hotloop.data.tokenizer import (
     tokenizer_from,
 )
 from hotloop.system.files import checkpoint_paths, first_intact, read_json
+from hotloop.system.text import counted
 
 # The usual names, where tokenizer_config.json has none.
 EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
@@ -148,6 +150,21 @@ def read_tokenizer_json(folder):
     if encoding.special_tokens_mask[:1] == [1]:  # Some files put a special id after a text instead.
         tokenizer.bos = encoding.ids[0]
     return tokenizer
+
+
+def check_bytes(tokenizer, name):
+    """Refuse an HFTokenizer that drops white space. Name the bytes that it has no tokens for."""
+    text = 'a b\n c'
+    if b''.join(tokenizer.pieces[i] for i in tokenizer.encode(text, inside=True)) != text.encode():
+        raise ValueError(f'tokenizer={name!r} does not give the text {text!r} back')
+    if tokenizer.byte_level:
+        known = tokenizer.backend.get_vocab().keys()
+        # in UTF-8 two bytes and those from 0xf5 never occur, and those from 0xf1 begin no letters
+        lost = [byte for letter, byte in BYTE_OF.items()
+                if letter not in known and byte < 0xf1 and byte not in (0xc0, 0xc1)]
+        if lost:
+            print(f'note: {name} has no token for {counted(len(lost), "byte")}, such as {min(lost):#x}; text '
+                  'loses them', file=sys.stderr)
 
 
 def read_optional(folder, name):

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from hotloop.data.chat import TEMPLATES, choose_template, parts_of, prompt_of, read_row, render
+from hotloop.data.chat import (
+    TEMPLATES,
+    UnknownRole,
+    choose_template,
+    parts_of,
+    prompt_of,
+    read_row,
+    render,
+    standard_row,
+)
 from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer
 
@@ -41,6 +50,10 @@ def shown(row, template):
     ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'Two '}, {'text': 'and two?'}]},
                    ANSWER]}, 'auto', '[' + CHATML_FIRST),
     ({'conversation': json.dumps([ASK, ANSWER])}, 'auto', '[' + CHATML_FIRST),  # JSON in a table
+    ({'prompt': [ASK], 'completion': [ANSWER]}, 'auto', '[' + CHATML_FIRST),  # of TRL
+    ({'prompt': [ASK], 'answer': 'Four.'}, 'auto', '[' + CHATML_FIRST),
+    ({'messages': [ASK, {**ANSWER, 'weight': 0}, ASK, {**ANSWER, 'weight': 1}]}, 'plain',
+     '[Two and two?\nFour.\nTwo and two?\n]Four.'),  # of OpenAI
     (PAIR, 'alpaca', f'[{TASK}{WRITE}Q: 2+2?\nA:\n\n### Response:\n] 4'),
     (ALPACA, 'auto', f'[{TASK}, paired with an input that provides further context{WRITE}'
      'Add.\n\n### Input:\n2 and 2\n\n### Response:\n]4'),
@@ -71,16 +84,26 @@ def test_the_document_of_a_row(row, template, expected):
 ])
 def test_a_text_is_one_part(row, expected):
     assert parts_of(row, 'line 1', None) == [(expected, False, True)]
-    assert parts_of({**ALPACA, 'field': row}, 'line 1', None, 'output') == [('4', False, True)]
+    row = standard_row({**ALPACA, 'field': row}, 'line 1', 'output')
+    assert parts_of(row, 'line 1', None) == [('4', False, True)]
 
 
 def test_two_named_fields_are_a_prompt_and_its_answer():
-    row = {'text': 'Add.', 'code': 'a + b', 'prompt': 'x', 'completion': 'y'}
-    assert read_row(row, 'line 1', 'text,code') == ('joined', [('user', 'Add.'), ('assistant', 'a + b')])
-    assert parts_of(row, 'line 1', 'joined', 'text,code') == [('Add.', False, False), ('a + b', False, True)]
-    assert parts_of({**row, 'code': None}, 'line 1', 'joined', 'text,code') is None
+    given = {'text': 'Add.', 'code': 'a + b', 'prompt': 'x', 'completion': 'y'}
+    row = standard_row(given, 'line 1', 'text,code')
+    assert read_row(row, 'line 1') == ('joined', [('user', 'Add.'), ('assistant', 'a + b')])
+    assert parts_of(row, 'line 1', 'joined') == [('Add.', False, False), ('a + b', False, True)]
+    empty = standard_row({**given, 'code': None}, 'line 1', 'text,code')
+    assert parts_of(empty, 'line 1', 'joined') is None
     with pytest.raises(ValueError, match="line 1 has no field 'body', only text, code, prompt"):
-        read_row(row, 'line 1', 'text,body')
+        standard_row(given, 'line 1', 'text,body')
+
+
+@pytest.mark.parametrize('row, fields', [
+    ({'chosen': [ASK, ANSWER], 'rejected': [ASK]}, 'chosen'),
+    ({'prompt': [ASK], 'chosen': [ANSWER], 'rejected': []}, 'prompt,chosen')])
+def test_a_named_field_may_hold_a_chat(row, fields):
+    assert standard_row(row, 'line 1', fields) == {'messages': [ASK, ANSWER]}
 
 
 @pytest.mark.parametrize('row', [
@@ -107,7 +130,8 @@ def test_a_bad_row_is_named_with_its_place(row, words):
     ({'role': 'assistant', 'content': None, 'tool_calls': [{}]}, 'a message calls tools')])
 def test_a_chat_with_tools_is_skipped_in_data_and_refused_in_a_prompt(message, words):
     row = {'messages': [ASK, message]}
-    assert parts_of(row, 'line 1', 'chatml') is None
+    with pytest.raises(UnknownRole, match=words):
+        parts_of(row, 'line 1', 'chatml')
     with pytest.raises(ValueError, match=f'^line 1: {words}'):
         prompt_of(row, 'line 1')
 

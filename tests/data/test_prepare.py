@@ -121,12 +121,12 @@ def test_shakespeare_has_its_known_number_of_tokens(gpt2, tmp_path):
 
 
 @pytest.mark.parametrize('name, content, is_json', [
-    ('chats.jsonlines', as_jsonl(CHAT), True), ('frame.json', b'{"text": {"0": "one", "1": "two"}}', True),
+    ('chats-0', as_jsonl(CHAT), True), ('frame.json', b'{"text": {"0": "one", "1": "two"}}', True),
     ('list.txt', b'[1] one\n[2] two\n' * 9, False)])
 def test_a_note_says_that_json_is_read_as_text(tmp_path, make, capsys, name, content, is_json):
-    path = tmp_path / name
-    path.write_bytes(content)
-    make(path, name='mine', tokenizer='byte')
+    for number in range(3):
+        (tmp_path / f'{number}{name}').write_bytes(content)
+    make(tmp_path / f'*{name}', name='mine', tokenizer='byte')
     assert ('looks like JSON' in capsys.readouterr().err) == is_json
 
 
@@ -202,7 +202,7 @@ def test_rows_with_answers_bring_masks_one_template_and_tasks(tmp_path, make, ca
     (tmp_path / 'a.jsonl').write_bytes(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
     meta = make(tmp_path / 'a.jsonl', val=0.3)[1]
     assert meta['template'] == 'joined'
-    assert 'skipped 2 rows' in capsys.readouterr().out
+    assert 'skipped 2 rows: it has no text or answer' in capsys.readouterr().out
     folder = tmp_path / 'data' / 'x'
     for split, counts in meta['splits'].items():
         mask = (folder / f'{split}.mask.bin').read_bytes()

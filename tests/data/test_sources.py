@@ -54,9 +54,9 @@ def test_the_name_decides_the_kind_unless_the_settings_do(tmp_path, files, name,
 def test_a_folder_is_its_text_files_in_order(tmp_path, files, capsys):
     """Hidden files and datasets are not entered; a format of rows takes all files."""
     make(tmp_path, 'b.txt', 'a/z.md', 'a/rows.jsonl', 'a/.hidden.txt', '.git/config.txt', 'image.png',
-         'shard.bin', 'data/x/meta.json', 'data/x/train.bin', 'data/x/notes.txt')
+         'README.md', 'shard.bin', 'data/x/meta.json', 'data/x/train.bin', 'data/x/notes.txt')
     assert files(tmp_path) == [('a/rows.jsonl', 'jsonl'), ('a/z.md', 'text'), ('b.txt', 'text')]
-    assert '2 files of other suffixes left out' in capsys.readouterr().err
+    assert '3 files of other names left out' in capsys.readouterr().err
     assert len(files(tmp_path, format='text')) == 3
     assert [name for name, _ in files(tmp_path, format='jsonl')] == [
         'a/rows.jsonl', 'a/z.md', 'b.txt', 'image.png', 'shard.bin']

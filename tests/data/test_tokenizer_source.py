@@ -14,7 +14,7 @@ from test_dataset import Touch, nanogpt_meta
 
 import prepare
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from hotloop.data.tokenizer_source import checkpoint_tokenizer, find_tokenizer, known_template
+from hotloop.data.tokenizer_source import check_bytes, checkpoint_tokenizer, find_tokenizer, known_template
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
 CHAR = CharTokenizer('abc').spec()
@@ -88,18 +88,36 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
         assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
 
 
-def test_a_note_names_a_chat_template_that_is_not_ours(places, capsys):
+def save_letters(folder, lost='', splits=False):
+    """Save a tokenizer.json of single bytes, without those lost. splits: at white space, which is dropped."""
     package = pytest.importorskip('tokenizers')
-    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
-    file = package.Tokenizer(package.models.BPE({c: i for i, c in enumerate(sorted(alphabet))}, []))
+    letters = sorted(set(package.pre_tokenizers.ByteLevel.alphabet()) - set(lost))
+    file = package.Tokenizer(package.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     file.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    file.save('text/tokenizer.json')
+    if splits:
+        file.pre_tokenizer = package.pre_tokenizers.Sequence(
+            [package.pre_tokenizers.WhitespaceSplit(), file.pre_tokenizer])
+    file.save(f'{folder}/tokenizer.json')
+
+
+def test_a_note_names_a_chat_template_that_is_not_ours(places, capsys):
+    save_letters('text')
     rows = [json.dumps({'instruction': f'Add {i}.', 'output': 'Yes'}) for i in range(30)]
     Path('rows.jsonl').write_text('\n'.join(rows))
     for jinja, is_ours in (('[INST] {{ m }} [/INST]', False), ('<|im_start|>user', True)):
         Path('text/chat_template.jinja').write_text(jinja)
         prepare.main(['rows.jsonl', '--tokenizer=text'])
         assert ('is not one of ours' in capsys.readouterr().out) != is_ours
+
+
+def test_a_file_that_loses_text_is_refused_or_noted(tmp_path, capsys):
+    def check():
+        check_bytes(find_tokenizer(str(tmp_path), 'data').tokenizer, 'mine')
+    save_letters(tmp_path, lost='äÿ')  # GPT-2's letters of two bytes
+    check()
+    assert 'mine has no token for 1 byte, such as 0xe4;' in capsys.readouterr().err  # no UTF-8 has 0xff
+    save_letters(tmp_path, splits=True)
+    assert "tokenizer='mine' does not give the text 'a b\\n c' back" in error_of(check)
 
 
 @pytest.mark.parametrize('template', [
