@@ -219,9 +219,12 @@ def chat_of(record):
 
 def dataset_spec(path, config, vocab_size, data_dir):
     """
-    Find the tokenizer's spec for a nanoGPT checkpoint: that of the dataset in its config, or GPT-2's
-    if that has no meta file. Raises ValueError if its size is not the model's.
+    Find the tokenizer's spec for a nanoGPT checkpoint: a tokenizer.json beside it, or that of the
+    dataset in its config, or GPT-2's if that has no meta file. Raises ValueError if its size is not
+    the model's.
     """
+    if os.path.isfile(path) and os.path.exists(os.path.join(os.path.dirname(path), 'tokenizer.json')):
+        return read_tokenizer_json(os.path.dirname(path)).spec()
     dataset = config.get('dataset')
     folder = os.path.join(data_dir, dataset) if dataset else data_dir
     meta = read_meta(folder)

@@ -14,6 +14,10 @@ from hotloop.system.device import choose_compile, choose_device, choose_dtype
 from hotloop.system.host import cores
 from hotloop.weights.load import load_weights, tokenizer_of
 
+# of sample.py, that a call of generate() may change
+SETTINGS = ('template', 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty',
+            'dry', 'stop', 'seed')
+
 
 class Model:
     """Hold a GPT, in float32 on the CPU until prepare(), with its tokenizer and chat template or 'none'."""
@@ -59,9 +63,13 @@ class Model:
 
     def generate(self, prompt, stream=False, **settings):
         """
-        Continue a text or answer a chat, [{'role': 'user', 'content': text}]. settings: of texts, as in
-        sample.py. Returns the new text, or with stream an iterator of its pieces.
+        Continue a text or answer a chat, [{'role': 'user', 'content': text}]. settings: those of
+        SETTINGS, as in sample.py. Returns the new text, or with stream an iterator of its pieces.
         """
+        others = settings.keys() - set(SETTINGS)
+        if others:
+            raise ValueError(f'{", ".join(sorted(others))}: generate() returns one text and takes '
+                             f'{", ".join(SETTINGS)}; load() takes the settings of the model')
         cfg = checked(dataclasses.replace(self.cfg, num_samples=1, **settings))
         if isinstance(prompt, list):
             prompt = {'messages': prompt}

@@ -57,7 +57,7 @@ class Int8Linear(nn.Module):
         rows = x.reshape(-1, x.size(-1))
         if self.on_cpu and len(rows) <= 32:
             y = torch._weight_int8pack_mm(rows.bfloat16(), self.weight, self.scale)
-        elif self.on_cpu:  # faster for many rows; rounds like the kernel, so texts do not depend on the batch
+        elif self.on_cpu:  # faster for many rows; rounds nearly as the kernel does
             y = (F.linear(rows.bfloat16().float(), self.weight.float()) * self.scale.float()).bfloat16()
         else:  # divided by 128, because the maximum of float16 is 65504 and these weights are up to 127
             y = F.linear(rows / 128, self.weight.to(x.dtype)) * (self.scale.float() * 128).to(x.dtype)

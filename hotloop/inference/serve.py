@@ -20,7 +20,15 @@ from typing import NamedTuple
 from hotloop.data.chat import CHATS, TEMPLATES, check_text, read_row
 from hotloop.data.encode import prompt_ids
 from hotloop.inference.load import checked
-from hotloop.inference.texts import Prompt, Text, fit_turns, sampling_of, split_stops, write_batch
+from hotloop.inference.texts import (
+    Prompt,
+    Text,
+    fit_turns,
+    note_cut,
+    sampling_of,
+    split_stops,
+    write_batch,
+)
 from hotloop.system.files import parse_json
 from hotloop.system.text import first_line
 
@@ -116,6 +124,7 @@ class Server(ThreadingHTTPServer):
             if isinstance(prompt, list) and len(prompt) == 1:  # LangChain sends one as a list
                 prompt = prompt[0]
             ids = prompt_ids(tokenizer, check_text(prompt, 'prompt'))
+            note_cut(len(ids), self.opened.gpt.config.block_size)  # the page continues texts of any length
         stops = split_stops(cfg.stop, template)
         asked = body.get('stop') or []
         for stop in asked if isinstance(asked, list) else [asked]:

@@ -30,6 +30,8 @@ def make_prompts(opened, rows, cfg):
     """
     prompts = []
     tokenizer, template = opened.tokenizer, opened.template
+    if cfg.template != 'auto':  # of one call of Model.generate()
+        template = cfg.template
     for given, turns, suited in rows:
         text = given if isinstance(given, str) else turns[-1][1]
         if template in TEMPLATES and (suited or cfg.template != 'auto'):
@@ -154,6 +156,13 @@ def sampling_of(cfg, tokenizer, is_answer):
                     dry, tokenizer.visible_sizes, tokenizer.bos, tokenizer.n_vocab, cfg.output == 'logprobs')
 
 
+def note_cut(length, size):
+    """Say that the prompt of so many tokens is longer than the context."""
+    if length > size:
+        print(f'note: the prompt has {length:,} tokens; only the last {size:,} fit in the context',
+              file=sys.stderr)
+
+
 def write(opened, prompts, cfg):
     """
     Continue each Prompt num_samples times with an opened Model, batch_size at a time. Yields (Text, new
@@ -161,10 +170,7 @@ def write(opened, prompts, cfg):
     shows, and the last of a Text come when it is finished.
     """
     tokenizer, size = opened.tokenizer, opened.gpt.config.block_size
-    longest = max([len(prompt.ids) for prompt in prompts], default=0)
-    if longest > size:
-        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
-              file=sys.stderr)
+    note_cut(max([len(prompt.ids) for prompt in prompts], default=0), size)
     # a file may have texts and chats, which are drawn differently
     for sampling, alike in groupby(prompts, lambda prompt: sampling_of(cfg, tokenizer, prompt.is_answer)):
         num_samples = cfg.num_samples or (1 if sampling.temperature < GREEDY_BELOW else 3)

@@ -100,6 +100,11 @@ def save_letters(folder, lost='', splits=False):
     file.save(f'{folder}/tokenizer.json')
 
 
+def test_a_checkpoint_without_tokenizer_takes_the_file_beside_it(places):
+    save_letters('nano')
+    assert find_tokenizer('nano', 'data').tokenizer.n_vocab == 256
+
+
 def test_a_note_names_a_chat_template_that_is_not_ours(places, capsys):
     save_letters('text')
     rows = [json.dumps({'instruction': f'Add {i}.', 'output': 'Yes'}) for i in range(30)]

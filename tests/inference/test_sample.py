@@ -106,7 +106,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     (dict(start='abéx'), "'xé'"), (dict(chat=True), 'template of the model is not known'),
     (dict(run_code=True), 'run_code=True needs eval_code'), (dict(score='a', chat=True), 'score and chat'),
     (dict(top_p=1.5, min_p=-1), 'top_p=1.5 must be from 0 to 1\nmin_p=-1.0'),
-    (dict(export=''), "export='' names no file"),
+    (dict(export=''), "export='' names no file"), (dict(serve=8000, compile=True), 'compile=True: the server'),
     (dict(device='tpu'), "device='tpu'"), (dict(out_dir='a/none'), "a/none' does not exist"),
     (dict(compile=True), 'compile=True')])
 def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):
@@ -192,8 +192,8 @@ def test_load_gives_a_model_that_writes_what_the_command_writes(draw, out):
     assert len(first := next(pieces)) == 1 and first + ''.join(pieces) == row['text']
     greedy = model.generate('ab', temperature=0, max_new_tokens=3)
     assert greedy == model.generate('ab', top_k=1, max_new_tokens=3)
-    with pytest.raises(TypeError, match='max_tokens'):
-        model.generate('ab', max_tokens=3)
+    error = error_of(model.generate, 'ab', max_tokens=3, num_samples=2)
+    assert error.startswith('max_tokens, num_samples: generate() returns one text')
     assert error_of(model.generate, 'ab', top_k=0) == 'top_k=0 must be from 1 to inf'
     assert error_of(load, str(out), quantize='nf4').endswith("quantize: expected none or int8, not 'nf4'")
     assert '--template' in error_of(model.generate, [{'role': 'user', 'content': 'a'}])
@@ -205,6 +205,8 @@ def test_load_answers_a_chat_in_the_template_of_the_model(out, monkeypatch):
     calls = play(monkeypatch, *b'Four.<|im_end|>no')
     assert load(str(out), device='cpu').generate([{'role': 'user', 'content': 'hi'}]) == 'Four.'
     assert bytes(calls[0].prompts[0]).decode() == CHATML
+    load(str(out), device='cpu').generate('hi', template='none')
+    assert bytes(calls[-1].prompts[0]) == b'hi'
     long = [{'role': 'system', 'content': 'S'}, {'role': 'user', 'content': 'one ' * 50},
             {'role': 'assistant', 'content': 'x'}, {'role': 'user', 'content': 'hi'}]
     load(str(out), device='cpu').generate(long, max_new_tokens=10)
