@@ -170,8 +170,8 @@ def training_command(cfg, found, has_rows):
         words = [script('config/lora.py'), f'--init_from={found.model}', f'--dataset={cfg.name}']
         if not has_rows:
             words.append('--pack_rows=False')
-        if not found.is_run:
-            words.append('--block_size=512')  # its own context may be 100 times as long
+        if found.block_size:
+            words.append(f'--block_size={found.block_size}')
     if cfg.data_dir != PrepareConfig.data_dir:
         words.append(f'--data_dir={cfg.data_dir}')
     return f'python {shell(script("train.py"), *words)}'

@@ -264,6 +264,8 @@ def validation_batches(opened, settings, data_dir):
 def write_export(opened, cfg):
     """Write the model for other programs."""
     model, tokenizer, template = opened.gpt, opened.tokenizer, opened.template
+    if cfg.template == 'auto' and opened.weights.checkpoint.get('is_their_template'):
+        template = 'none'  # of ours: the folder's own is kept
     dtype = torch.float32 if cfg.dtype == 'auto' else opened.dtype
     try:
         if cfg.export.endswith('.gguf'):

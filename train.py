@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, changed, check_problems, configure
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.data.tokenizer import tokenizer_from
+from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
 from hotloop.system import distributed
@@ -423,6 +423,8 @@ class Run:
         self.record = record_of(settings, model, datasets, self.splits, env)
         if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
             self.record['hf_config'] = origin['hf_config']
+        if template_of_record(origin):  # of its chats; texts leave it as it was
+            self.record.setdefault('template', template_of_record(origin))
         if checkpoint:
             compare_record(self.record, checkpoint, cfg.dataset)
         if base:  # adapters are trained

@@ -34,7 +34,7 @@ class TokenizerSource(NamedTuple):
     """Hold a tokenizer, and its model if it has one."""
     tokenizer: object = None  # None if it is built from the text
     model: str | None = None  # what init_from takes
-    is_run: bool = False  # whether that is a run or a checkpoint
+    block_size: int | None = None  # to tune it with; None: its own context
     template: str | None = None  # of its chats, if it is one of ours
 
 
@@ -56,7 +56,7 @@ def find_tokenizer(name, data_dir):
         raise ValueError(f'{paths[0]} has no tokenizer: no tokenizer.json, no train.bin and no checkpoint')
     if is_hub_name(name):
         folder = hub_folder(name, TOKENIZER_FILES)
-        return TokenizerSource(read_tokenizer_json(folder), name, template=known_template(folder))
+        return of_folder(folder, name)
     raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 or more), '
                      f'{", ".join(TIKTOKEN_NAMES)}, and neither a run, a dataset, a tokenizer.json nor a '
                      'model of the hub')
@@ -101,11 +101,13 @@ def tokenizer_at(path, data_dir):
     if 'adapter_config.json' in names:
         record = read_optional(path, 'hotloop.json')  # peft writes none
         if record.get('tokenizer'):
-            is_run = not is_hub_name(record['base'])  # a model of the hub has a long context
-            return TokenizerSource(tokenizer_from(spec_of(record)), path, is_run, chat_of(record))
+            base, block_size = record['base'], None
+            if is_hub_name(base) or os.path.exists(os.path.join(base, 'config.json')):
+                block_size = tuning_length(base)
+            return TokenizerSource(tokenizer_from(spec_of(record)), path, block_size, chat_of(record))
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
         model = path if {'config.json', 'adapter_config.json'} & set(names) else None
-        return TokenizerSource(read_tokenizer_json(path), model, template=known_template(path))
+        return of_folder(path, model)
     if 'train.bin' in names:
         meta = read_meta(path)
         return TokenizerSource(tokenizer_from(meta['tokenizer']), template=chat_of(meta))
@@ -114,8 +116,20 @@ def tokenizer_at(path, data_dir):
         files = checkpoint_paths(path, best=True)
         if not files:
             return None
-    _, (tokenizer, template) = first_intact(files, lambda file: checkpoint_tokenizer(file, data_dir))
-    return TokenizerSource(tokenizer, path, is_run=True, template=template)
+    _, (tokenizer, template, block_size) = first_intact(
+        files, lambda file: checkpoint_tokenizer(file, data_dir))
+    return TokenizerSource(tokenizer, path, block_size, template)
+
+
+def of_folder(folder, model):
+    """Return the TokenizerSource of a Hugging Face folder. model: what init_from takes, or None."""
+    return TokenizerSource(read_tokenizer_json(folder), model, tuning_length(folder), known_template(folder))
+
+
+def tuning_length(folder):
+    """Return the block_size to tune the model of a Hugging Face folder with: its context, at most 512."""
+    config = read_optional(folder, 'config.json')
+    return min(config.get('max_position_embeddings') or config.get('n_positions') or 512, 512)
 
 
 def read_tokenizer_json(folder):
@@ -197,7 +211,10 @@ def known_template(folder):
 
 
 def checkpoint_tokenizer(path, data_dir):
-    """Read the tokenizer of a checkpoint, and the template of its chats or None."""
+    """
+    Read the tokenizer of a checkpoint, the template of its chats or None, and, with adapters, the
+    block_size of the run, because the context of its base may be long, or None.
+    """
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
@@ -208,7 +225,10 @@ def checkpoint_tokenizer(path, data_dir):
     except Exception as e:  # damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
     spec = spec or dataset_spec(path, checkpoint.get('config', {}), vocab_size, data_dir)
-    return tokenizer_from(spec), chat_of(checkpoint)
+    block_size = None
+    if 'lora' in checkpoint:
+        block_size = checkpoint['model_args']['block_size']
+    return tokenizer_from(spec), chat_of(checkpoint), block_size
 
 
 def chat_of(record):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 
 import torch
@@ -33,13 +34,17 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
     config['dtype'] = str(dtype).removeprefix('torch.')
     tensors = {name: w.to(dtype) for name, w in hf_tensors(model, config['model_type']).items()}
     os.makedirs(folder)
-    write_safetensors(os.path.join(folder, 'model.safetensors'), tensors)
-    # config.json comes last: a folder that has it is complete.
-    for name, content in [*files.items(), ('config.json', config)]:
-        if not isinstance(content, str):
-            content = json.dumps(content, indent=2)
-        with replacing(os.path.join(folder, name)) as f:
-            f.write(content.encode())
+    try:
+        write_safetensors(os.path.join(folder, 'model.safetensors'), tensors)
+        # config.json comes last: a folder that has it is complete.
+        for name, content in [*files.items(), ('config.json', config)]:
+            if not isinstance(content, str):
+                content = json.dumps(content, indent=2)
+            with replacing(os.path.join(folder, name)) as f:
+                f.write(content.encode())
+    except BaseException:  # on a full disk, for example
+        shutil.rmtree(folder)
+        raise
     print(f'wrote {folder}: {config["model_type"]}, {config["dtype"]}')
     if not files:
         print('note: no tokenizer written: tokenizer.json cannot hold characters', file=sys.stderr)
@@ -62,8 +67,8 @@ def config_json(config, hf_config=None):
     differing = differences(config, theirs, kind)
     if differing:
         raise ValueError(f'transformers has no such model: its {kind} differs in {", ".join(differing)}; '
-                         'a run from scratch needs --preset=gpt2, --preset=qwen3, or '
-                         '--preset=modern --key_shift=False --x0_mix=False')
+                         'a run from scratch needs --mixer=attention --x0_mix=False and --preset=gpt2, '
+                         '--preset=qwen3 or --preset=modern --key_shift=False')
     return made
 
 

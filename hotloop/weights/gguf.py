@@ -74,8 +74,9 @@ def architecture(config):
         settings['mlp'] = config.mlp
     differing = differences(config, type(config)(**settings).resolved(), kind)
     if differing:
-        raise ValueError(f'llama.cpp has no such model: its {kind} differs in {", ".join(differing)}; '
-                         'a run from scratch needs --preset=gpt2 or --preset=qwen3')
+        raise ValueError(f'only GPT-2, Llama, Qwen2 and Qwen3 are written for llama.cpp; its {kind} '
+                         f'differs in {", ".join(differing)}; a run from scratch needs --mixer=attention '
+                         '--x0_mix=False and --preset=gpt2 or --preset=qwen3')
     return kind
 
 

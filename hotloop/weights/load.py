@@ -87,6 +87,8 @@ def open_checkpoint(source):
     check_start(source)
     if source.endswith('.gguf'):
         raise ValueError(f'{source} is for llama.cpp and is not read; export the run to a folder instead')
+    if source.endswith(('.safetensors', '.json')):
+        raise ValueError(f'{source} is part of a model; name its folder')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     paths = checkpoint_paths(source, best=True)
@@ -147,7 +149,8 @@ def load_adapter(folder):
     base = open_base(record, folder)
     rest = {'sha256': hash_file(os.path.join(folder, TENSORS)),
             'hf_config': base.checkpoint.get('hf_config'),
-            'template': record['template'] or known_template(folder) or template_of_record(base.checkpoint)}
+            'template': record['template'] or known_template(folder) or template_of_record(base.checkpoint),
+            'is_their_template': not record['template']}
     family = record['family']
     if not family and (rest['hf_config'] or not record['sha256']):  # older folders of ours are as trained
         family = family_of(rest['hf_config'], base.model_args)
@@ -169,17 +172,21 @@ def open_base(record, path):
     commands in another folder than training. Raises ValueError if they are missing or have changed.
     """
     name = record['base']
-    if name not in GPT2_SHAPES and not os.path.exists(name):
+    places = []
+    if name not in GPT2_SHAPES:
         beside = [folder / name for folder in Path(path).resolve().parents]
-        name = str(next(filter(Path.exists, beside), name))
-    try:
-        base = load_weights(name)
-        if record['sha256'] and record['sha256'] != base.sha256():
-            raise ValueError(f'its weights have changed (SHA-256 was {record["sha256"][:12]}...)')
-    except ValueError as e:
-        raise ValueError(f'{path} holds adapters of {record["base"]!r}: {e}; restore it, or name a copy '
-                         'of it in adapter/adapter_config.json and use that folder') from None
-    return base
+        places = [str(place) for place in (Path(name), *beside) if place.exists()]
+    for place in places or [name]:
+        try:
+            base = load_weights(place)
+        except ValueError as e:
+            problem = e
+            continue
+        if not record['sha256'] or record['sha256'] == base.sha256():
+            return base
+        problem = f'its weights have changed (SHA-256 was {record["sha256"][:12]}...)'
+    raise ValueError(f'{path} holds adapters of {name!r}: {problem}; restore it, or name a copy of it in '
+                     'adapter/adapter_config.json and use that folder')
 
 
 # -----------------------------------------------------------------------------
@@ -207,7 +214,7 @@ def load_folder(folder, is_gpt2=False):
     is_other = bool(vocab) and vocab.get('Ġthe') != 262
     if not is_gpt2 and (is_other or {'tokenizer.json', 'tokenizer.model'} & set(os.listdir(folder))):
         spec = read_tokenizer_json(folder).spec()
-        rest['template'] = known_template(folder)
+        rest |= {'template': known_template(folder), 'is_their_template': True}
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
         spec = GPT2_SPEC
     return Weights(folder, model_args, weights, spec, rest)
@@ -219,8 +226,9 @@ def read_tensors(folder, kind):
     if not os.path.exists(paths[0]):
         paths = sorted(glob.glob(os.path.join(glob.escape(folder), 'model-*.safetensors')))
     if not paths:
-        raise ValueError(f'{folder} has no model.safetensors; if you trust its source, transformers makes '
-                         'a folder: AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER) '
+        raise ValueError(f'{folder} has no model.safetensors; a model of the hub is downloaded by a first '
+                         'command with a network; if you trust its source, transformers makes a folder: '
+                         'AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER) '
                          'and AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)')
     total = re.search(r'-of-(\d+)\.safetensors$', paths[0])
     if total and len(paths) < int(total[1]):
@@ -271,7 +279,11 @@ def shape_of(source):
             raise ValueError(f'{source!r} has no config.json on this disk, and a dry run downloads nothing; '
                              'name a folder with one')
     elif not os.path.exists(path):
-        return open_checkpoint(source)[1]['model_args']
+        checkpoint = open_checkpoint(source)[1]
+        shape = checkpoint['model_args']
+        if 'lora' in checkpoint:  # whose run may have read shorter texts
+            shape = {**shape, 'block_size': shape_of(checkpoint['lora']['base'])['block_size']}
+        return shape
     return model_args_from(read_json(path), path)
 
 

@@ -56,21 +56,22 @@ def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
 
 
 @pytest.mark.parametrize('name, found', [
-    ('out', ('out', True)), ('out/best.pt', ('out/best.pt', True)),
-    ('hf', ('hf', False)), ('org/model', ('org/model', False)),
-    ('hf/tokenizer.json', ('hf', False)), ('adapter', ('adapter', True)),
-    *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'byte', 'bpe:300'))])
+    ('out', ('out', None)), ('out/best.pt', ('out/best.pt', None)), ('tuned', ('tuned', 99)),
+    ('hf', ('hf', 256)), ('org/model', ('org/model', 256)),
+    ('hf/tokenizer.json', ('hf', 256)), ('adapter', ('adapter', None)),
+    *((name, (None, None)) for name in ('own', 'data/own', 'theirs', 'org/own', 'byte', 'bpe:300'))])
 def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch, name, found):
     monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
     monkeypatch.setattr('hotloop.data.tokenizer_source.hub_folder', lambda *names: 'hf')
     Path('hf').mkdir()
-    for file in ('config.json', 'tokenizer.json'):
-        Path('hf', file).write_text('{}')
+    Path('hf/config.json').write_text('{"n_positions": 256}')
+    Path('hf/tokenizer.json').write_text('{}')
+    save('tuned/best.pt', tokenizer=BPE, lora={}, model_args={'vocab_size': 257, 'block_size': 99})
     Path('hf/chat_template.jinja').write_text('<|im_start|>user')
     shutil.copytree('data/own', 'data/org/own')
     save('byte/best.pt')  # not the one meant by this name
-    model, is_run, template = find_tokenizer(name, 'data')[1:]
-    assert (model, is_run) == found
+    model, block_size, template = find_tokenizer(name, 'data')[1:]
+    assert (model, block_size) == found
     assert template == ('chatml' if name in ('hf', 'org/model', 'hf/tokenizer.json', 'adapter') else None)
 
 

@@ -248,8 +248,11 @@ def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_pa
         tuned = load(tmp_path / f'tuned{number}' / 'ckpt.pt')
         base = load(tmp_path / ('base/ckpt.pt' if number else 'base/best.pt'))
         assert tuned['iter_num'] == 1 and same(tuned['model'], base['model'])
+    torch.save(load(tmp_path / 'base' / 'best.pt') | {'template': 'chatml'}, tmp_path / 'base' / 'best.pt')
     train_tiny('short', init_from=tmp_path / 'base', block_size=8, max_iters=1)
-    assert load(tmp_path / 'short' / 'ckpt.pt')['model']['transformer.wpe.weight'].shape == (8, 32)
+    short = load(tmp_path / 'short' / 'ckpt.pt')
+    assert short['model']['transformer.wpe.weight'].shape == (8, 32)
+    assert short['template'] == 'chatml'  # texts leave it
 
 
 def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):

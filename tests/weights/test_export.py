@@ -1,6 +1,7 @@
 """Folders for transformers: the same logits and ids there, the same bits here, what has no counterpart."""
 
 import dataclasses
+import errno
 import json
 import random
 
@@ -85,7 +86,7 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
 
 @pytest.mark.parametrize('settings, words', [
     (dict(preset='modern'), 'its nanochat differs in key_shift=True, x0_mix=True; a run from scratch needs '
-                            '--preset=gpt2'),
+                            '--mixer=attention --x0_mix=False and --preset=gpt2'),
     (dict(preset='modern', key_shift=False, x0_mix=False, mixer='CA'), 'mixer=CA'),
     (dict(preset='qwen3', window=5), 'its qwen3 differs in window=5'),
     (dict(preset='qwen3', bias=True), 'bias=True'),
@@ -224,6 +225,26 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert main(init_from=folder, start='hi', max_new_tokens=2) == 0
     error = error_of(main, out_dir=path.parent, export=folder)
     assert error == f'export={folder} could not be written: File exists'
+
+
+def test_a_template_that_was_not_trained_here_stays_as_it_is(tmp_path):
+    """It may know tools or begin with a system prompt."""
+    jinja = '{{ tools }}<|im_start|>user'
+    export(gpt(257), ByteTokenizer(), 'none', str(tmp_path / 'a'), torch.float32)
+    (tmp_path / 'a' / 'chat_template.jinja').write_text(jinja)
+    for name, flags, is_kept in (('b', {}, True), ('c', dict(template='chatml'), False)):
+        assert main(init_from=tmp_path / 'a', export=tmp_path / name, **flags) == 0
+        config = json.loads((tmp_path / name / 'tokenizer_config.json').read_text())
+        assert (config['chat_template'] == jinja) == is_kept
+
+
+def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    def write(path, tensors):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+    monkeypatch.setattr('hotloop.weights.export.write_safetensors', write)
+    with pytest.raises(OSError, match='No space'):
+        export(gpt(257), ByteTokenizer(), 'none', str(tmp_path / 'a'), torch.float32)
+    assert not (tmp_path / 'a').exists()
 
 
 def test_a_model_of_characters_is_exported_without_its_tokenizer(tmp_path, capsys):

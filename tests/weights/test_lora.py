@@ -320,7 +320,10 @@ def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch, so
 def test_a_base_is_found_from_another_folder(train_tiny, tmp_path, base, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train_tiny('tuned', **{**base, 'init_from': 'base'}, max_iters=2)
-    monkeypatch.chdir('/')
+    (tmp_path / 'elsewhere').mkdir()
+    monkeypatch.chdir(tmp_path / 'elsewhere')
+    assert load_weights(str(tmp_path / 'tuned')).weights
+    train_tiny('elsewhere/base', max_iters=1)  # another run of that name
     assert load_weights(str(tmp_path / 'tuned')).weights
 
 
