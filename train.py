@@ -448,6 +448,8 @@ class Run:
             self.state = state_from(checkpoint)
             if reads_other_windows(cfg, checkpoint.get('config', {})):
                 self.state.forget_losses()
+                print0('note: this run evaluates other windows than before, whose losses do not compare; the '
+                       'best weights so far become best-before.pt')
         elif cfg.eval_only:
             self.state.iter_num = origin.get('iter_num', 0)
         self.batches = Batches(self.splits['train'], batch_cfg, env, self.state.shift(T, global_batch))
@@ -527,6 +529,8 @@ def train(run, schedule, checkpoints, log, stop):
                     deadline.evaluation = evaluation.seconds
         out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not is_last
         stopping = stopping or out_of_patience
+        if stopping:
+            meter.check(step, cfg, stopping)  # a run that has diverged is not saved
         # any: the clocks of processes differ
         save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # a periodic save waits for a finite step, or it would replace the last good ones

@@ -218,7 +218,10 @@ class Checkpoints:
                 weights = {name: value for name, value in checkpoint.items() if name not in left_out}
                 if 'lora' in checkpoint:
                     write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
-                save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
+                keep_best = None
+                if self.best_loss == math.inf:  # of a run that evaluates other windows than before
+                    keep_best = os.path.join(self.folder, 'best-before.pt')
+                save_checkpoint(os.path.join(self.folder, 'best.pt'), weights, keep_best)
                 self.best_loss = checkpoint['best_val_loss']
         except ValueError:
             checkpoint['state']['evaluated_at'] = -1  # a resume evaluates this step again and saves it

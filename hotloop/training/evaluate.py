@@ -121,6 +121,8 @@ def reads_other_windows(cfg, config):
     names = ['eval_tokens', 'eval_iters', 'pack_rows']
     if cfg.eval_iters is not None:
         names.append('batch_size')
+    if ',' in cfg.dataset:  # a mixture, whose weights decide how many windows of each are read
+        names.append('dataset')
     return any(config.get(name, getattr(cfg, name)) != getattr(cfg, name) for name in names)
 
 

@@ -23,6 +23,7 @@ from hotloop.weights.lora import trainable
 REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
 FEW_STEPS = 20  # too few to tune a model
 MAX_BAD_STEPS = 20  # in a row, after which a run has diverged; fp16 halves its loss scale at each
+BAD_AT_A_STOP = 10  # in a row, after which a run that is stopped is not saved over the last good checkpoint
 
 
 # -----------------------------------------------------------------------------
@@ -139,13 +140,14 @@ class Meter:
         """Return (sums since the last log line, bad steps in a row) for a checkpoint."""
         return self.sums.tolist(), int(self.bad)
 
-    def check(self, step, cfg):
-        """Raise ValueError after MAX_BAD_STEPS non-finite steps in a row."""
-        if int(self.bad) >= MAX_BAD_STEPS:
+    def check(self, step, cfg, stopping=False):
+        """Raise ValueError after too many non-finite steps in a row."""
+        bad = int(self.bad)
+        if bad >= MAX_BAD_STEPS or (stopping and bad >= BAD_AT_A_STOP):
             advice = f'Lower the learning rate and resume with: {resume_command(cfg)}'
             if not checkpoint_paths(cfg.out_dir):
                 advice = 'No step is saved; start with a lower --learning_rate or a longer --warmup_iters'
-            raise ValueError(f'step {step}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a '
+            raise ValueError(f'step {step}: loss or gradients were not finite for {bad} steps in a '
                              f'row; with dtype=float16, try bfloat16 or float32. {advice}')
 
     def read(self):

@@ -25,7 +25,10 @@ def open_folder(name, folder, is_new):
             if is_inside(os.curdir, real):
                 raise ValueError(f'{folder} holds a run and contains the current directory')
             moved = free_number(real)
-            os.replace(real, moved)
+            try:
+                os.replace(real, moved)
+            except OSError as e:  # a mounted folder, or a parent that is not ours
+                raise ValueError(f'{folder} holds a run and cannot be renamed: {e.strerror}') from None
             held.close()
             print0(f'{name}: {folder} held a run, which was moved to {moved}')
             return open_folder(name, folder, is_new)

@@ -176,6 +176,8 @@ def open_base(record, path):
     if name not in GPT2_SHAPES:
         beside = [folder / name for folder in Path(path).resolve().parents]
         places = [str(place) for place in (Path(name), *beside) if place.exists()]
+        for place in list(places):  # a later run in that folder may have moved it to folder.1
+            places += sorted(glob.glob(glob.escape(place) + '.[0-9]*'))
     for place in places or [name]:
         try:
             base = load_weights(place)

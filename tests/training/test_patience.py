@@ -33,6 +33,7 @@ def test_losses_of_other_windows_are_not_compared(train_tiny, tmp_path, monkeypa
     scripted_losses(monkeypatch, 9.0, 8.0)
     train_tiny(init_from='resume', max_iters=6, eval_interval=2, eval_tokens=128)
     assert load(tmp_path / 'out' / 'best.pt')['best_val_loss'] == 8.0
+    assert load(tmp_path / 'out' / 'best-before.pt')['best_val_loss'] == 2.0
 
 
 def test_the_same_command_does_not_go_on_and_without_patience_it_finishes_with_the_same_bits(

@@ -1,5 +1,6 @@
 """The folders of a run: one owner at a time, no run overwritten, the last checkpoints kept, a mirror."""
 
+import errno
 import math
 import os
 import shutil
@@ -106,6 +107,16 @@ def test_a_run_is_not_moved_from_under_the_shell(tmp_path, monkeypatch):
     save_run(tmp_path / 'run')
     monkeypatch.chdir(tmp_path / 'run')
     assert 'contains the current directory' in error_of(open_folder, 'out_dir', '.', True)
+
+
+def test_a_folder_that_cannot_be_renamed_says_so(tmp_path, monkeypatch):
+    """Such as the mounted volume of a container."""
+    def replace(old, new):
+        raise OSError(errno.EBUSY, 'Device or resource busy')
+    save_run(tmp_path / 'out')
+    monkeypatch.setattr('os.replace', replace)
+    error = error_of(open_folder, 'out_dir', str(tmp_path / 'out'), True)
+    assert 'out holds a run and cannot be renamed: Device or resource busy; choose another --out_dir' in error
 
 
 @pytest.mark.parametrize('is_new', [True, False])

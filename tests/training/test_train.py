@@ -23,6 +23,7 @@ from conftest import (
     rows,
     same,
     scripted_losses,
+    stop_at,
     write_bins,
 )
 
@@ -232,6 +233,13 @@ def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, mo
     assert re.search('step 7: loss or gradients were not finite for 3 .*Lower the learning rate', message)
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == 4 and all(v.isfinite().all() for v in checkpoint['model'].values())
+    monkeypatch.setattr('hotloop.training.logger.MAX_BAD_STEPS', 99)
+    with monkeypatch.context() as m:  # nor is one that is stopped after them
+        nan_at(m, *range(100))
+        stop_at(m, 12)
+        assert 'not finite for 12 steps' in error_of(train_tiny, init_from='resume', max_iters=50)
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 4
+    monkeypatch.setattr('hotloop.training.logger.MAX_BAD_STEPS', 3)
     nan_at(monkeypatch, *range(100))
     words = 'step 3: .*float16, try bfloat16 or float32. No step is saved'
     assert re.search(words, error_of(train_tiny, dtype='float16'))

@@ -325,6 +325,8 @@ def test_a_base_is_found_from_another_folder(train_tiny, tmp_path, base, monkeyp
     assert load_weights(str(tmp_path / 'tuned')).weights
     train_tiny('elsewhere/base', max_iters=1)  # another run of that name
     assert load_weights(str(tmp_path / 'tuned')).weights
+    train_tiny('base', max_iters=1)  # the base becomes base.1
+    assert load_weights(str(tmp_path / 'tuned')).weights
 
 
 def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path, base):
