@@ -134,6 +134,8 @@ def choose_settings(cfg, given):
     tokens = tokens_within(depth, 60 * cfg.time_budget, flops)
     settings = depth_settings(depth, world, tokens, text_tokens)
     steps = settings.pop('max_iters')  # about: the clock decides
+    if 'preset' in given:  # one that other programs run has no such mix
+        settings.pop('x0_mix', None)
     # 5 evaluations take about 8% of the run: without a backward pass, a third of the work of a step
     eval_tokens = 0.08 * tokens / 5 / 2 * 3
     return {**settings, 'dataset': dataset, 'depth': depth, 'eval_interval': max(round(steps / 5), 1),

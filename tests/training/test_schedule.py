@@ -143,10 +143,12 @@ def test_a_depth_that_cannot_be(data_dir, flags, words):
 
 def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeypatch):
     monkeypatch.setattr('hotloop.training.recipes.measure_flops', lambda *args: 1e9)
-    flags = [f'--data_dir={data_dir}', '--dataset=tiny', '--time_budget=3', '--device=cpu']
+    flags = [f'--data_dir={data_dir}', '--dataset=tiny', '--time_budget=9', '--device=cpu']
     for preset in ('hybrid', 'qwen3'):
         model, _, cfg, *_ = read_settings(flags + [f'--preset={preset}'] * (preset == 'qwen3'))
         assert (cfg.depth, cfg.optimizer, model.n_layer, model.preset) == (3, 'muon', 3, preset)
+        # the text is read often
+        assert model.dropout == 0.2 and bool(model.x0_mix) == (preset == 'hybrid')
 
 
 def settings_of_rank(flags):
