@@ -423,8 +423,9 @@ class Run:
         self.record = record_of(settings, model, datasets, self.splits, env)
         if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
             self.record['hf_config'] = origin['hf_config']
-        if template_of_record(origin):  # of its chats; texts leave it as it was
-            self.record.setdefault('template', template_of_record(origin))
+        template = template_of_record(origin)
+        if template:  # of its chats; texts leave it as it was
+            self.record.setdefault('template', template)
         if checkpoint:
             compare_record(self.record, checkpoint, cfg.dataset)
         if base:  # adapters are trained

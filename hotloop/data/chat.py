@@ -40,6 +40,7 @@ class Template(NamedTuple):
 
     @property
     def unlearned(self):
+        """The texts around an answer that is shown and not learned: those of any answer."""
         return self.assistant
 
 
@@ -91,6 +92,7 @@ def as_object(row, where):
 
 
 def is_chat(value):
+    """Test whether a field of a row holds the messages of a chat."""
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 

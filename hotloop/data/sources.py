@@ -169,6 +169,7 @@ def open_file(path, name, format='auto'):
 
 
 def looks_like_json(path):
+    """Test whether a text begins as JSON does."""
     return re.match(r'\s*[\[{]\s*["\[{]', next(text_blocks(path), ''))
 
 

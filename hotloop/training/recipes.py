@@ -77,7 +77,7 @@ def depth_settings(depth, world=1, tokens=None, text_tokens=None):
         settings |= {'muon_momentum': 0.85, 'learning_rate': 8e-3, 'muon_lr': muon_lr, 'warmup_iters': 10,
                      'weight_decay': 0.05 * epochs**0.75, 'multi_token': 0.5}
         if epochs > MANY_EPOCHS:
-            settings |= {'dropout': 0.2, 'x0_mix': True}  # the mix gains 0.04 bits: tests/bench/LOG.md
+            settings |= {'dropout': 0.2, 'x0_mix': True}  # what the mix gains: tests/bench/LOG.md
     return settings
 
 

@@ -165,20 +165,32 @@ def load_adapter(folder):
     return Weights(folder, model_args, weights, spec or base.tokenizer, rest)
 
 
+def base_places(name, path):
+    """
+    List the places where the base `name` of the adapters in `path` may be, the likeliest first: as
+    named, beside a folder of `path`, for commands in another folder than training, or moved to
+    folder.1, folder.2, ... by a later run.
+    """
+    if name in GPT2_SHAPES:
+        return [name]
+    beside = [folder / name for folder in Path(path).resolve().parents]
+    here = dict.fromkeys(place.resolve() for place in (Path(name), *beside) if place.exists())
+    places = list(map(str, here))
+    for place in here:
+        places += sorted(glob.glob(glob.escape(str(place)) + '.[0-9]*'))
+    return places or [name]
+
+
 def open_base(record, path):
     """
     Load the Weights that the adapters in `path` were trained on: record['base'], with the hash
-    record['sha256'] unless that is None. A relative name is also one beside a folder of `path`, for
-    commands in another folder than training. Raises ValueError if they are missing or have changed.
+    record['sha256'] unless that is None. Raises ValueError if they are missing or have changed.
     """
     name = record['base']
-    places = []
-    if name not in GPT2_SHAPES:
-        beside = [folder / name for folder in Path(path).resolve().parents]
-        places = [str(place) for place in (Path(name), *beside) if place.exists()]
-        for place in list(places):  # a later run in that folder may have moved it to folder.1
-            places += sorted(glob.glob(glob.escape(place) + '.[0-9]*'))
-    for place in places or [name]:
+    places = base_places(name, path)
+    if not record['sha256']:
+        places = places[:1]  # nothing tells which of several it is
+    for place in places:
         try:
             base = load_weights(place)
         except ValueError as e:
@@ -273,7 +285,7 @@ def shape_of(source):
     if source in GPT2_SHAPES:
         return GPT2_SHAPES[source]
     if is_adapter(source):
-        return shape_of(base_of(source)['base'])
+        return shape_of(base_places(base_of(source)['base'], source)[0])
     path = os.path.join(source, 'config.json')
     if is_hub_name(source):
         path = cached_config(source)
@@ -284,7 +296,8 @@ def shape_of(source):
         checkpoint = open_checkpoint(source)[1]
         shape = checkpoint['model_args']
         if 'lora' in checkpoint:  # whose run may have read shorter texts
-            shape = {**shape, 'block_size': shape_of(checkpoint['lora']['base'])['block_size']}
+            base = base_places(checkpoint['lora']['base'], source)[0]
+            shape = {**shape, 'block_size': shape_of(base)['block_size']}
         return shape
     return model_args_from(read_json(path), path)
 
