@@ -490,7 +490,7 @@ def train(run, schedule, checkpoints, log, stop):
     saved_at = time.monotonic()
     save_is_due = False
 
-    def save(best, final=False):
+    def save(best, final):
         state.logged, state.bad_in_a_row = meter.state()
         if deadline:
             state.seconds_used = deadline.used()
@@ -498,7 +498,6 @@ def train(run, schedule, checkpoints, log, stop):
             checkpoint = checkpoint_of(model, run.optimizers, run.scaler, state, run.record)
             if env.rank == 0:
                 checkpoints.save(checkpoint, best, final)
-        env.barrier()  # the others wait for rank 0
 
     def seconds_left(step_seconds):
         if schedule.is_open:
@@ -536,7 +535,7 @@ def train(run, schedule, checkpoints, log, stop):
         save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # a periodic save waits for a finite step, or it would replace the last good ones
         if is_unsaved and step and (best or is_last or stopping or (save_is_due and not meter.bad)):
-            save(best, final=is_last or stopping)
+            env.together(save, best, is_last or stopping)  # the others wait for rank 0
             saved_at = time.monotonic()
             save_is_due = False
         if is_last or stopping:
@@ -651,15 +650,7 @@ def execute(run, settings, meta):
     stop = StopRequest(env)
     resumed_at = run.state.iter_num if latest else None
     checkpoints = Checkpoints(cfg.out_dir, resumed_at, cfg.mirror_dir, run.state.best_val_loss)
-    locks = []
-    refused = None
-    if env.rank == 0:
-        try:
-            locks = open_folders(run, schedule, checkpoints, latest)
-        except ValueError as e:
-            refused = e
-    if env.any(refused is not None):
-        raise refused or SystemExit(1)  # rank 0 says why
+    locks = env.together(open_folders, run, schedule, checkpoints, latest)
     log = Log(cfg, run.record['config'], env, resumed_at)
     if not latest:
         log.start(run.model, run.record, differing)
@@ -679,6 +670,8 @@ def execute(run, settings, meta):
 def open_folders(run, schedule, checkpoints, latest):
     """Prepare out_dir and mirror_dir on rank 0. Returns their locks."""
     cfg = run.cfg
+    if run.env.rank:
+        return []
     if cfg.mirror_dir:  # a refused one is refused before an older run is moved out of out_dir
         open_folder('mirror_dir', cfg.mirror_dir, is_new=False).close()
     locks = [open_folder('out_dir', cfg.out_dir, latest is None)]

@@ -53,9 +53,16 @@ class Env:
         """Return the number that rank 0 has."""
         return float(self.sum(0.0 if self.rank else float(number)))
 
-    def barrier(self):
-        """Wait until all processes have called it."""
-        self.sum(0.0)
+    def together(self, function, *args):
+        """Return function(*args). If it raises ValueError in one process, the others end silently."""
+        result = refused = None
+        try:
+            result = function(*args)
+        except ValueError as e:
+            refused = e
+        if self.any(refused is not None):
+            raise refused or SystemExit(1)
+        return result
 
 
 def open_process_group(backend, device):

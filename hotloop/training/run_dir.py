@@ -24,6 +24,8 @@ def open_folder(name, folder, is_new):
         if is_new and holds_run:
             if is_inside(os.curdir, real):
                 raise ValueError(f'{folder} holds a run and contains the current directory')
+            for inner in glob.glob(os.path.join(glob.escape(real), '*', '**', '.lock'), recursive=True):
+                lock(inner).close()  # another run, in a folder inside, must not lose its folder
             moved = free_number(real)
             try:
                 os.replace(real, moved)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import os
 import re
@@ -307,20 +308,20 @@ def open_start(cfg, resumed, adapts, env):
     Open the weights that a run starts from or, resumed, adds its adapters to. Returns (name, Weights, and
     {'base': name, 'sha256': hash} of adapters or None). adapts: whether the run trains adapters.
     """
-    if env.rank:
-        env.barrier()  # waits for rank 0, which downloads for all
     name = cfg.init_from
     base = None
+    load = functools.partial(load_weights, name)
     if resumed:
         base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
         name = base['base']
-        source = open_base(base, resumed.path)
-    else:
-        source = load_weights(name)
-        if adapts:
-            base = {'base': name, 'sha256': source.sha256()}
+        load = functools.partial(open_base, base, resumed.path)
     if env.rank == 0:
-        env.barrier()
+        source = env.together(load)
+    else:
+        env.together(bool)  # wait for rank 0, which downloads for all
+        source = load()
+    if adapts and not resumed:
+        base = {'base': name, 'sha256': source.sha256()}
     with contextlib.suppress(ValueError):  # its dataset is not here
         source = source._replace(tokenizer=tokenizer_of(source, cfg.data_dir))
     return name, source, base

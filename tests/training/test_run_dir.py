@@ -109,6 +109,16 @@ def test_a_run_is_not_moved_from_under_the_shell(tmp_path, monkeypatch):
     assert 'contains the current directory' in error_of(open_folder, 'out_dir', '.', True)
 
 
+def test_a_run_is_not_moved_with_one_that_trains_inside(tmp_path):
+    save_run(tmp_path / 'out')
+    held = open_folder('out_dir', str(tmp_path / 'out' / 'sweep' / 'a'), True)
+    error = error_of(open_folder, 'out_dir', str(tmp_path / 'out'), True)
+    assert f'a is in use by process {os.getpid()}' in error and names(tmp_path) == ['out']
+    held.close()
+    open_folder('out_dir', str(tmp_path / 'out'), True).close()
+    assert names(tmp_path) == ['out', 'out.1']
+
+
 def test_a_folder_that_cannot_be_renamed_says_so(tmp_path, monkeypatch):
     """Such as the mounted volume of a container."""
     def replace(old, new):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten_with_path
 import train
 from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env, close_process_group
+from hotloop.training.checkpoint import Checkpoints
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.forecast import memory_of
@@ -149,18 +150,31 @@ def main_of_rank(argv):
     return code
 
 
-def refusal_of_rank(argv):
+def write_to_a_full_disk(*args):
+    raise ValueError('the disk is full')
+
+
+def refusal_of_rank(argv, is_full=False):
+    if is_full:
+        Checkpoints.write = write_to_a_full_disk  # in a process of its own
     with pytest.raises((ValueError, SystemExit)) as refusal:
         train.main(argv)
     return str(refusal.value)
 
 
 @pytest.mark.slow
-def test_a_folder_that_rank_0_refuses_ends_the_others_quietly(tmp_path, data_dir):
+def test_what_rank_0_refuses_ends_the_others_quietly(tmp_path, data_dir):
+    """A folder in use, weights that do not exist, and a last save that fails."""
     held = open_folder('out_dir', str(tmp_path / 'out'), True)
     first, second = on_ranks(2, refusal_of_rank, tiny_flags(tmp_path / 'out', data_dir))
     assert 'out is in use by process' in first and second == '1'
     held.close()
+    flags = tiny_flags(tmp_path / 'out', data_dir, init_from=str(data_dir))
+    first, second = on_ranks(2, refusal_of_rank, flags)
+    assert 'holds neither a checkpoint' in first and second == '1'
+    flags = tiny_flags(tmp_path / 'out', data_dir, max_iters=1)
+    first, second = on_ranks(2, refusal_of_rank, flags, is_full=True)
+    assert (first, second) == ('the disk is full', '1')
 
 
 @pytest.fixture
