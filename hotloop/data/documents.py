@@ -146,7 +146,7 @@ def row_pieces(file, template, text_field, skipped):
             skipped[str(e).removeprefix(f'{where}: ')] += 1
             continue
         if parts is None:
-            skipped['it has no text or answer, or the template cannot write it'] += 1
+            skipped['no text or answer, or none that the template can write'] += 1
         elif template is None:
             yield from pieces_of([parts[0][0]], key)
         else:
