@@ -876,9 +876,13 @@ class GPT(nn.Module):
         buffers = ('.attn.bias', '.attn.masked_bias')  # that nanoGPT saved under PyTorch 1.x
         weights = {name: w for name, w in weights.items() if not name.endswith(buffers)}
         try:
-            self.load_state_dict(weights)
+            missing, unexpected = self.load_state_dict(weights, strict=False)
         except RuntimeError as e:
             raise ValueError(f'the weights do not fit the model: {" ".join(str(e).split())[:500]}') from None
+        if missing or unexpected:
+            raise ValueError(f'the weights do not fit the model: {len(missing)} are missing '
+                             f'({", ".join(missing[:3])}), {len(unexpected)} have no place '
+                             f'({", ".join(unexpected[:3])})')
         wte, head = weights['transformer.wte.weight'], weights['lm_head.weight']
         # the same tensor may hold NaN, which differs from itself
         if self.config.tie and wte.data_ptr() != head.data_ptr() and not torch.equal(wte, head):

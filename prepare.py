@@ -16,6 +16,7 @@ of processes, and memory does not grow with the corpus (a .json file is read at 
 """
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -33,7 +34,7 @@ from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer import HFTokenizer
 from hotloop.data.tokenizer_source import check_bytes, find_tokenizer, learn_tokenizer
-from hotloop.system.files import replacing
+from hotloop.system.files import hash_file, replacing
 from hotloop.system.host import cores
 from hotloop.system.text import counted, file_size, script, shell
 
@@ -107,13 +108,25 @@ def open_sources(sources, cfg, spool):
         once.pop(os.path.realpath(file.path), None)
     if not once:
         raise ValueError('all files are validation files; none is left to train on')
-    return list(once.values()), val_files
+    return name_copies(once.values()), val_files
+
+
+def name_copies(files):
+    """Give copies of a file its name, by which all of them are held out or none."""
+    files = list(files)
+    sizes = Counter(os.path.getsize(file.path) for file in files)
+    names = {}
+    for i, file in enumerate(files):
+        if sizes[os.path.getsize(file.path)] > 1:
+            name = names.setdefault(hash_file(file.path), file.name)
+            files[i] = file._replace(name=name)
+    return files
 
 
 def note_test_files(files, val_files):
     """Say that files which are named as a test split are read as training text."""
     names = [os.path.basename(file.name) for file in files]
-    tests = [name for name in names if re.match('test|val|dev', name)]
+    tests = [name for name in names if re.match('(test|val|valid|validation|dev)(?![a-z])', name)]
     if tests and not val_files and any(name.startswith('train') for name in names):
         print(f'note: {tests[0]} is text to train on, too; --val=FILE keeps a file out')
 
@@ -144,6 +157,8 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
         every = max(-(-num_bytes // BPE_BYTES), 1)
         tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), template, several, every)
     skipped.clear()
+    note_special_texts(itertools.islice(read_pieces(), 100), tokenizer)
+    skipped.clear()
     pieces = read_pieces()
     if template:
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
@@ -161,6 +176,17 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     return {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
             'splits': splits, 'template': template}
+
+
+def note_special_texts(pieces, tokenizer):
+    """Say that the name of a special id in a text, such as a rendered chat, is not that id."""
+    for _, piece in pieces:
+        for text, markup, _ in piece.parts:
+            for name in tokenizer.specials:
+                if name in text and not markup:
+                    print(f'note: {name} in the texts is read as plain characters; rows with messages get '
+                          'the special ids of a chat template')
+                    return
 
 
 def training_command(cfg, found, has_rows):

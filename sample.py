@@ -22,7 +22,6 @@ if __name__ == '__main__':
 
 import contextlib
 import math
-import re
 import sys
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -32,7 +31,8 @@ import torch
 from configurator import call_main, configure
 from hotloop.data.chat import CHATS, TEMPLATES, prompt_of
 from hotloop.data.dataset import open_datasets
-from hotloop.data.documents import open_text
+from hotloop.data.documents import open_text, rows_in
+from hotloop.data.sources import open_file
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose
 from hotloop.inference.load import Model
@@ -40,7 +40,6 @@ from hotloop.inference.score import print_json, print_scores, read_documents, sc
 from hotloop.inference.serve import serve
 from hotloop.inference.texts import CHOOSE, Prompt, fit_turns, make_prompts, split_stops, write
 from hotloop.mixers.feedback import feedback_matrices
-from hotloop.system.files import json_lines
 from hotloop.training.dataloader import open_split
 from hotloop.training.evaluate import fixed_windows
 from hotloop.training.memory import out_of_memory
@@ -116,16 +115,17 @@ class SampleConfig:
 
 def read_prompts(start):
     """
-    Read the prompts that `start` stands for: itself, standard input, a file, or each line of a
-    .jsonl file. Returns [(prompt as given, [(role, text)], template that suits a row or None)].
+    Read the prompts that `start` stands for: itself, standard input, a file, or each row of a
+    file of rows. Returns [(prompt as given, [(role, text)], template that suits a row or None)].
     """
     if start == '-':
-        start = sys.stdin.buffer.read().decode()
+        start = sys.stdin.buffer.read().decode('utf-8-sig')
     elif start.startswith('FILE:'):
         path = start.removeprefix('FILE:')
+        file = open_file(path, path)
+        if file.kind in ('json', 'jsonl', 'csv', 'parquet'):
+            return [prompt_of(row, where) for where, row in rows_in(file)]
         with open_text(path) as f:
-            if re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
-                return [prompt_of(row, where) for where, row in json_lines(f, path)]
             start = f.read()
     return [prompt_of(start, '')]
 

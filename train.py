@@ -424,8 +424,8 @@ class Run:
         if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
             self.record['hf_config'] = origin['hf_config']
         template = template_of_record(origin)
-        if template:  # of its chats; texts leave it as it was
-            self.record.setdefault('template', template)
+        if template and 'template' not in self.record:  # texts leave the chats as they were
+            self.record |= {'template': template, 'is_their_template': origin.get('is_their_template', False)}
         if checkpoint:
             compare_record(self.record, checkpoint, cfg.dataset)
         if base:  # adapters are trained

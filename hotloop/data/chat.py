@@ -129,6 +129,8 @@ def read_row(row, where):
     """
     row = standard_row(row, where)
     chat = first_of(row, CHAT_FIELDS)
+    if chat and row[chat] is None:
+        row = {**row, chat: []}
     if chat and isinstance(row[chat], str) and row[chat][:1] == '[':  # tables hold a chat as JSON
         row = {**row, chat: parse_json(row[chat], f'{where}: field {chat!r}')}
     question = first_of(row, QUESTIONS)
@@ -180,8 +182,9 @@ def turn_of(message, where):
     content = message.get('content') or message.get('value')
     if isinstance(content, list):  # OpenAI's parts, of which an image has no text
         texts = [part.get('text') if isinstance(part, dict) else None for part in content]
-        if None not in texts:
-            content = ''.join(map(str, texts))
+        if None in texts:
+            raise UnknownRole(f'{where}: a message has parts that are no texts, such as images')
+        content = ''.join(map(str, texts))
     if role == 'assistant' and message.get('weight') == 0:  # OpenAI's sign of an answer not to learn
         role = 'unlearned'
     return role, content

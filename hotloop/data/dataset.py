@@ -19,7 +19,7 @@ from configurator import call_main
 from hotloop.data.sources import missing_dataset
 from hotloop.data.tokenizer import GPT2_SPEC, same_tokenizer, spec_of, template_of_record, tokenizer_from
 from hotloop.system.files import counting, free_number, hash_file, lock, read_json, sync_folder
-from hotloop.system.text import counted
+from hotloop.system.text import counted, shell
 
 FORMAT = 1  # of meta.json
 MAX_VOCAB = 2**20  # ids of a tokenizer
@@ -203,7 +203,7 @@ def open_datasets(dataset, data_dir):
         first = datasets[0]
         if not same_tokenizer(meta['tokenizer'], first.meta['tokenizer']):
             raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} again with '
-                             f'--tokenizer={first.folder}')
+                             f'{shell(f"--tokenizer={first.folder}")}')
     return datasets
 
 
@@ -211,7 +211,8 @@ def check_tokenizer(spec, path, dataset):
     """Raise ValueError if the tokenizer of the checkpoint at this path is known and not the Dataset's."""
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
         raise ValueError(f'the tokenizers of {path} and of dataset={dataset.name} differ; prepare '
-                         f'{dataset.meta.get("source", "the data")} again with --tokenizer={path}')
+                         f'{dataset.meta.get("source", "the data")} again with '
+                         f'{shell(f"--tokenizer={path}")}')
 
 
 def byte_table(meta, vocab_size):

@@ -7,6 +7,7 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import lzma
 import os
 import re
@@ -216,16 +217,25 @@ def rows_in(file, text_field=None):
 
 
 def csv_rows(lines, path):
-    """Yield (where, row) of lines of CSV, or TSV by the file's name. A header names fields."""
+    """
+    Yield (where, row) of lines of CSV, or TSV by the file's name. A header names fields; one with
+    semicolons and no comma is that of a European spreadsheet.
+    """
+    header = next(lines, '')
     delimiter = ','
     if '.tsv' in os.path.basename(path).lower():
         delimiter = '\t'
+    elif ';' in header and ',' not in header:
+        delimiter = ';'
     csv.field_size_limit(2**31 - 1)  # a field may hold a book
-    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
     try:
         for row in reader:
             if None in row:
                 raise csv.Error(f'{len(row[None])} values beyond the header')
+            if delimiter == '\t' and any(value and re.search('\t.*\n', value) for value in row.values()):
+                raise csv.Error('a field holds a tab and a line break, probably because a quotation mark '
+                                'begins it; remove these marks from the file')
             yield f'{path}, line {reader.line_num}', row
     except csv.Error as e:
         raise ValueError(f'{path}, line {reader.reader.line_num}: {e}{AS_TEXT}') from None

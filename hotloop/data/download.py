@@ -73,7 +73,7 @@ def hub_folder(name, patterns=MODEL_FILES, kind='model', folder=None):
     try:
         return hub.snapshot_download(name, repo_type=kind, allow_patterns=patterns, local_dir=folder)
     except Exception as e:  # of huggingface_hub, of its HTTP client and of the file system
-        raise ValueError(f'{name!r} could not be downloaded from the hub: {type(e).__name__} '
+        raise ValueError(f'{name!r} is not on this disk, and could not be downloaded: {type(e).__name__} '
                          f'{" ".join(str(e).split())}') from None
 
 

@@ -144,17 +144,18 @@ def read_tokenizer_json(folder):
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
     about = {**read_optional(folder, 'tokenizer_config.json'), 'chat_template': chat_template_of(folder)}
-    for role in ('eos_token', 'pad_token'):
+    for role in ('eos_token', 'bos_token', 'pad_token'):
         if isinstance(about.get(role), dict):
             about[role] = about[role]['content']
-    for key in ('pad_token', 'chat_template'):
+    about['generation'] = read_optional(folder, 'generation_config.json')
+    for key in ('bos_token', 'pad_token', 'chat_template', 'generation'):
         if about.get(key):
             tokenizer.settings['kept'][key] = about[key]
     for known in (about.get('eos_token'), *EOS_NAMES):
         if known in tokenizer.specials:
             tokenizer.eot = tokenizer.settings['eot'] = tokenizer.specials[known]
             break
-    config = {**read_optional(folder, 'config.json'), **read_optional(folder, 'generation_config.json')}
+    config = {**read_optional(folder, 'config.json'), **about['generation']}
     stops = config.get('eos_token_id') or []
     if not isinstance(stops, list):
         stops = [stops]
@@ -249,6 +250,9 @@ def dataset_spec(path, config, vocab_size, data_dir):
     folder = os.path.join(data_dir, dataset) if dataset else data_dir
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
+    if os.path.isdir(path):
+        raise ValueError(f'{path} has no tokenizer.json; transformers makes one: AutoTokenizer.'
+                         'from_pretrained(MODEL).save_pretrained(FOLDER)')
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
         raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
                          '--data_dir to where its dataset is, or put its tokenizer.json beside it')

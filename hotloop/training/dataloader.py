@@ -139,6 +139,10 @@ class Packed(Split):
         print0(f'packing: {name}, {len(kept):,} rows in {self.num_windows:,} windows of {T + 1} tokens, '
                f'{padding:.1%} padding; {len(lengths) - len(kept):,} rows left out (the longest row has '
                f'{lengths.max():,} tokens)')
+        share = 1 - lengths[kept].sum() / self.num_tokens
+        if share > 0.1:
+            print0(f'note: {share:.0%} of the tokens are in these rows, longer than block_size={T}; '
+                   '--pack_rows=False reads rows in parts')
 
     def epoch_order(self, seed, epoch):
         return np.random.default_rng((seed, epoch)).permutation(self.num_windows)

@@ -130,8 +130,9 @@ def compare_record(now, before, dataset):
     """Print what differs in two records of a run. Raises ValueError if the data do."""
     if before.get('data', now['data']) != now['data']:
         raise ValueError(f'dataset={dataset!r} is not the data of this run, whose fingerprints are '
-                         f'{before["data"]}, not {now["data"]}; name the right one with --dataset, '
-                         'or start a new run with --init_from=PATH')
+                         f'{before["data"]}, not {now["data"]}; name the right one with --dataset '
+                         '(prepare.py moved an older one to NAME.1), or start a new run with '
+                         '--init_from=PATH')
     for part in ('versions', 'machine'):
         for name, value in now[part].items():
             print_change(name, before.get(part, {}).get(name, value), value)

@@ -54,8 +54,11 @@ def write_adapter(folder, checkpoint):
               'lora_dropout': lora['lora_dropout'], 'target_modules': list(targets),
               'modules_to_save': ['wte' if is_gpt2 else 'embed_tokens', 'lm_head'] if saved else None,
               'fan_in_fan_out': is_gpt2, 'bias': 'none', 'inference_mode': True}
+    template = template_of_record(checkpoint)
+    if checkpoint.get('is_their_template'):
+        template = None  # that of the base
     origin = {'base': lora['base'], 'family': family, 'sha256': lora['sha256'], 'quantize': lora['quantize'],
-              'tokenizer': spec_of(checkpoint), 'template': template_of_record(checkpoint)}
+              'tokenizer': spec_of(checkpoint), 'template': template}
     try:
         os.makedirs(folder, exist_ok=True)
         for name, value in ((CONFIG, config), (ORIGIN, origin)):

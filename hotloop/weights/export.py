@@ -28,9 +28,11 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
     """
     config = config_json(model.config, hf_config)
     files = tokenizer_files(tokenizer, template, model.config.block_size)
-    # None is written too, because transformers assumes GPT-2's ids for keys that are missing.
     ids = {'eos_token_id': tokenizer.eot, 'bos_token_id': tokenizer.bos}
-    config |= files.get('generation_config.json', ids)
+    ids |= files.get('generation_config.json', {})
+    for name in ('eos_token_id', 'bos_token_id'):
+        # None is written too, because transformers assumes GPT-2's ids for keys that are missing.
+        config[name] = ids.get(name, config.get(name))
     config['dtype'] = str(dtype).removeprefix('torch.')
     tensors = {name: w.to(dtype) for name, w in hf_tensors(model, config['model_type']).items()}
     os.makedirs(folder)

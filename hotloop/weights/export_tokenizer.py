@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from itertools import pairwise
 
 from hotloop.data.bpe import BYTE_OF, GPT2_SPLIT
@@ -26,14 +27,21 @@ def tokenizer_files(tokenizer, template, max_length):
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': max_length,
               'clean_up_tokenization_spaces': False}
     config |= spec.get('kept', {})  # a template of ours replaces that of the folder
+    theirs = config.pop('generation', {})
     for role, i in (('eos_token', tokenizer.eot), ('bos_token', tokenizer.bos)):
         if i in names:
             config[role] = names[i]
     ends = {tokenizer.eot, *tokenizer.stops}
     if template in CHATS:
         config['chat_template'] = chat_template(template, tokenizer.bos is not None)
-        ends.add(tokenizer.specials.get(TEMPLATES[template].assistant[1]))
-    generation = {'eos_token_id': sorted(ends - {None}) or None, 'bos_token_id': tokenizer.bos}
+        end = TEMPLATES[template].assistant[1]
+        ends.add(tokenizer.specials.get(end))
+        if end and end not in tokenizer.specials:
+            print(f'note: {end} is no special id of the tokenizer, so other programs show it after an answer',
+                  file=sys.stderr)
+    generation = {**theirs, 'eos_token_id': sorted(ends - {None}) or None}
+    if tokenizer.bos is not None or not theirs:
+        generation['bos_token_id'] = tokenizer.bos
     content = spec['json'] if spec['kind'] == 'hf' else tokenizer_json(tokenizer)
     return {'tokenizer.json': content, 'tokenizer_config.json': config, 'generation_config.json': generation}
 

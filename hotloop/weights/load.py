@@ -88,14 +88,17 @@ def open_checkpoint(source):
     check_start(source)
     if source.endswith('.gguf'):
         raise ValueError(f'{source} is for llama.cpp and is not read; export the run to a folder instead')
-    if source.endswith(('.safetensors', '.json')):
+    if source.endswith(('.safetensors', '.json', '.bin')):
         raise ValueError(f'{source} is part of a model; name its folder')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     paths = checkpoint_paths(source, best=True)
     if not paths:
+        hint = ''
+        for inside in glob.glob(os.path.join(glob.escape(source), '*', 'config.json')):
+            hint = f'; name a folder inside, such as {os.path.dirname(inside)}'
         raise ValueError(f'{source!r} holds neither a checkpoint, nor a Hugging Face config.json, '
-                         'nor adapters')
+                         f'nor adapters{hint}')
     return first_intact(paths, load_checkpoint)
 
 
@@ -189,8 +192,10 @@ def open_base(record, path):
     """
     name = record['base']
     places = base_places(name, path)
-    if not record['sha256']:
-        places = places[:1]  # nothing tells which of several it is
+    if record['sha256']:  # which also tells an older checkpoint of a run that went on
+        places += [path for place in places for path in checkpoint_paths(place)]
+    else:
+        places = places[:1]
     for place in places:
         try:
             base = load_weights(place)

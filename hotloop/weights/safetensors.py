@@ -23,6 +23,8 @@ def read_safetensors(path):
     try:
         with open(path, 'rb') as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        if data[:8] == b'version ':
+            raise ValueError('it is a pointer of git-lfs; run git lfs pull in its folder')
         first = 8 + struct.unpack_from('<Q', data)[0]  # byte of the tensors
         header = json.loads(data[8:first])
         header.pop('__metadata__', None)

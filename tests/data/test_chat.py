@@ -107,7 +107,8 @@ def test_a_named_field_may_hold_a_chat(row, fields):
 
 
 @pytest.mark.parametrize('row', [
-    {'messages': [ASK]}, {'prompt': 'a', 'completion': None}, {'conversations': []}, '', {'text': None}])
+    {'messages': [ASK]}, {'prompt': 'a', 'completion': None}, {'conversations': []}, {'messages': None}, '',
+    {'text': None}])
 def test_a_row_without_text_or_answer_has_no_document(row):
     assert parts_of(row, 'line 1', read_row(row, '')[0]) is None
 
@@ -117,7 +118,6 @@ def test_a_row_without_text_or_answer_has_no_document(row):
     ({'title': 'a', 'n': 3}, r"has no field 'text', only title, n; .*--text_field of prepare"),
     ({'text': 3}, "field 'text' must be a string, not 3"),
     ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a string, not \["a"\]'),
-    ({'messages': [{'role': 'user', 'content': [{'type': 'image', 'text': None}]}]}, 'must be a string'),
     ({'question': 'a', 'answer': 'b', 'context': {'title': 'c'}}, '--text_field=question,answer'),
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):
@@ -127,8 +127,9 @@ def test_a_bad_row_is_named_with_its_place(row, words):
 
 @pytest.mark.parametrize('message, words', [
     ({'role': 'tool', 'content': '42'}, "a message has the role 'tool'"),
+    ({'role': 'user', 'content': [{'type': 'image', 'text': None}]}, 'a message has parts that are no texts'),
     ({'role': 'assistant', 'content': None, 'tool_calls': [{}]}, 'a message calls tools')])
-def test_a_chat_with_tools_is_skipped_in_data_and_refused_in_a_prompt(message, words):
+def test_a_chat_that_no_template_writes_is_skipped_in_data_and_refused_in_a_prompt(message, words):
     row = {'messages': [ASK, message]}
     with pytest.raises(UnknownRole, match=words):
         parts_of(row, 'line 1', 'chatml')

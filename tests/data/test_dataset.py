@@ -179,7 +179,7 @@ def test_a_checkpoints_tokenizer_must_be_the_datasets():
     for spec in (BYTE, None):
         dataset.check_tokenizer(spec, 'out', x)
     error = error_of(dataset.check_tokenizer, {'kind': 'char', 'chars': 'abc', 'eot': False}, 'my run', x)
-    assert error.endswith("dataset=x differ; prepare 'a b' c again with --tokenizer=my run")
+    assert error.endswith("dataset=x differ; prepare 'a b' c again with '--tokenizer=my run'")
 
 
 def test_inspect_shows_counts_and_a_window(tmp_path, capsys, monkeypatch):

@@ -161,7 +161,8 @@ def as_parquet(rows):
 
 @pytest.mark.parametrize('name, write', [
     ('a.jsonl', as_jsonl), ('a.jsonl.gz', lambda rows: gzip.compress(as_jsonl(rows))), ('a.csv', as_csv),
-    ('a.tsv', lambda rows: as_csv(rows, '\t')), ('a.parquet', as_parquet),
+    ('a.tsv', lambda rows: as_csv(rows, '\t')), ('a.csv', lambda rows: as_csv(rows, ';')),
+    ('a.parquet', as_parquet),
     ('a.json', lambda rows: json.dumps(rows, indent=2).encode()), ('a.json.gz', lambda rows: gzip.compress(
         as_jsonl(rows)))])
 @pytest.mark.parametrize('field', ['text', 'body'])
@@ -201,6 +202,7 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
     ('a.jsonl', b'{"text": "a"}\n{"text": \n', r'a\.jsonl, line 2 is not JSON: .*--format=text'),
     ('a.jsonl', b'[' * 100_000, r'a\.jsonl, line 1 is not JSON: .*--format=text'),
     ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values beyond the header'),
+    ('a.tsv', b'text\tlabel\n"Hello\t1\nsecond"\t2\n', r'a\.tsv, line 3: .* a quotation mark'),
     ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line 3: unexpected end of data'),
     ('a.parquet', b'PAR1 not really', r'a\.parquet cannot be read as parquet')])
 def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):

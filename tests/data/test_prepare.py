@@ -125,7 +125,7 @@ def test_shakespeare_has_its_known_number_of_tokens(gpt2, tmp_path):
     ('list.txt', b'[1] one\n[2] two\n' * 9, False)])
 def test_a_note_says_that_json_is_read_as_text(tmp_path, make, capsys, name, content, is_json):
     for number in range(3):
-        (tmp_path / f'{number}{name}').write_bytes(content)
+        (tmp_path / f'{number}{name}').write_bytes(content + b'\n' * number)
     make(tmp_path / f'*{name}', name='mine', tokenizer='byte')
     assert ('looks like JSON' in capsys.readouterr().err) == is_json
 
@@ -150,6 +150,22 @@ def test_equal_documents_fall_on_one_side_however_many_there_are(tmp_path, make,
         documents, _ = make(tmp_path / 'a.jsonl')
         assert len(documents['train']) + len(documents['val']) == 3000
         assert not set(documents['train']) & set(documents['val']) and 210 <= len(documents['val']) <= 390
+
+
+def test_copies_of_a_file_fall_on_one_side(tmp_path, make):
+    for number in range(40):
+        for copy in ('', ' (1)'):
+            (tmp_path / f'{number}{copy}.txt').write_text(f'the text of file {number:02}')
+    documents, _ = make(tmp_path / '*.txt', name='mine')
+    assert len(documents['train']) + len(documents['val']) == 80
+    assert documents['val'] and not set(documents['train']) & set(documents['val'])
+
+
+def test_a_special_id_in_a_text_is_noted(tmp_path, make, capsys):
+    for text, notes in (('one <|endoftext|> in a line', 1), ('none', 0)):
+        (tmp_path / 'a.txt').write_text(text * 9)
+        make(tmp_path / 'a.txt', tokenizer='bpe:300')
+        assert capsys.readouterr().out.count('note: <|endoftext|> in the texts') == notes
 
 
 def test_a_validation_source_of_its_own(tmp_path, make):
@@ -202,7 +218,7 @@ def test_rows_with_answers_bring_masks_one_template_and_tasks(tmp_path, make, ca
     (tmp_path / 'a.jsonl').write_bytes(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
     meta = make(tmp_path / 'a.jsonl', val=0.3)[1]
     assert meta['template'] == 'joined'
-    assert 'skipped 2 rows: it has no text or answer' in capsys.readouterr().out
+    assert 'skipped 2 rows: no text or answer' in capsys.readouterr().out
     folder = tmp_path / 'data' / 'x'
     for split, counts in meta['splits'].items():
         mask = (folder / f'{split}.mask.bin').read_bytes()

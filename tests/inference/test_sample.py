@@ -82,8 +82,9 @@ def play(monkeypatch, *tokens):
 
 @pytest.mark.parametrize('name, content, expected', [
     ('a.txt.gz', gzip.compress(b'\xef\xbb\xbfa\r\nb\n', mtime=0), ['a\r\nb\n']),
-    ('-', b'cab\n', ['cab\n']),
+    ('-', b'\xef\xbb\xbfcab\n', ['cab\n']),
     ('a.JSONL', b'\xef\xbb\xbf"cab\\n"\n\n"b"', ['cab\n', 'b']),
+    ('a.csv', b'id,prompt\n1,cab\n', ['cab']), ('a.json', b'[{"prompt": "cab"}]', ['cab']),
     ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}', mtime=0), ['cab\n']),
     ('p.txt', b'caf\xe9', 'p.txt'), ('-', b'caf\xe9', 'position 3'),
     ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2'), ('p.jsonl', b'7', 'line 1'),

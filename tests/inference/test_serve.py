@@ -230,7 +230,7 @@ CHAT = '/v1/chat/completions'
     ('tuned', dict(path=CHAT), 400, 'messages must be a list'),
     ('tuned', dict(path=CHAT, messages=[]), 400, 'with a user turn'),
     ('tuned', dict(path=CHAT, messages=[{'role': 'tool'}]), 400, "the role 'tool'"),
-    ('tuned', dict(path=CHAT, messages=[{**USER, 'content': [1]}]), 400, 'must be a string'),
+    ('tuned', dict(path=CHAT, messages=[{**USER, 'content': [1]}]), 400, 'parts that are no texts'),
     ('tuned', dict(path=CHAT, messages=[{**USER, 'content': 'a' * 200}]), 400, 'the context has room for'),
     ('base', dict(headers={'Host': 'evil.example'}), 403, 'Host is evil.example'),
     ('base', dict(headers={'Origin': 'http://evil.example:8000'}), 403, 'Origin is'),

@@ -12,6 +12,7 @@ from test_families import ALL, TINY
 from test_families import CASES as FAMILIES
 from test_sample import CHARS, gpt, main, write
 
+import prepare
 from hotloop import load
 from hotloop.data.chat import CHATS, parts_before_answer
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from
@@ -236,6 +237,33 @@ def test_a_template_that_was_not_trained_here_stays_as_it_is(tmp_path):
         assert main(init_from=tmp_path / 'a', export=tmp_path / name, **flags) == 0
         config = json.loads((tmp_path / name / 'tokenizer_config.json').read_text())
         assert (config['chat_template'] == jinja) == is_kept
+
+
+def test_texts_leave_a_model_its_own_chat_template_and_defaults(tmp_path, train_tiny):
+    """Also as adapters, in a run and in a folder."""
+    pytest.importorskip('tokenizers', reason='reads tokenizer.json')
+    jinja = '{{ tools }}<|im_start|>user'
+    base = str(tmp_path / 'base')
+    export(gpt(257), ByteTokenizer(), 'none', base, torch.float32)
+    (tmp_path / 'base' / 'chat_template.jinja').write_text(jinja)
+    (tmp_path / 'base' / 'generation_config.json').write_text('{"temperature": 0.6, "bos_token_id": 7}')
+    (tmp_path / 'a.txt').write_text('a text ' * 99)
+    prepare.main([str(tmp_path / 'a.txt'), f'--tokenizer={base}', '--name=own', f'--data_dir={tmp_path}'])
+    tune = dict(init_from=base, dataset='own', data_dir=str(tmp_path), n_embd=16, block_size=8, max_iters=1)
+    train_tiny('full', **tune)
+    train_tiny('lora', **tune, lora_rank=2)
+    for source in ('full', 'lora', 'lora/adapter'):
+        folder = tmp_path / 'exports' / source.replace('/', '-')
+        folder.parent.mkdir(exist_ok=True)
+        assert main(init_from=tmp_path / source, export=folder) == 0
+        assert json.loads((folder / 'tokenizer_config.json').read_text())['chat_template'] == jinja
+        defaults = json.loads((folder / 'generation_config.json').read_text())
+        assert defaults == {'temperature': 0.6, 'bos_token_id': 7, 'eos_token_id': [256]}
+
+
+def test_the_end_of_an_answer_that_is_no_special_id_is_noted(tmp_path, capsys):
+    export(gpt(257), ByteTokenizer(), 'chatml', str(tmp_path / 'a'), torch.float32)
+    assert 'note: <|im_end|> is no special id' in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):

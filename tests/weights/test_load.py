@@ -187,8 +187,17 @@ def test_a_weight_in_two_files_is_refused(gpt2_folder):
 
 def test_a_model_that_is_not_on_disk_is_one_sentence(cache):
     error = error_of(load_weights, 'org/model')
-    assert error.startswith("'org/model' could not be downloaded from the hub: ") and '\n' not in error
+    assert error.startswith("'org/model' is not on this disk, and could not be downloaded: ")
+    assert '\n' not in error
     assert "'org/model' has no config.json on this disk" in error_of(shape_of, 'org/model')
+
+
+def test_a_folder_with_models_inside_names_one(tmp_path):
+    """Such as the checkpoint-500 of transformers' Trainer."""
+    inside = tmp_path / 'checkpoint-500'
+    inside.mkdir()
+    (inside / 'config.json').write_text('{}')
+    assert error_of(load_weights, str(tmp_path)).endswith(f'name a folder inside, such as {inside}')
 
 
 def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conversion(gpt2_folder):
@@ -206,6 +215,8 @@ def test_files_that_are_cut_or_damaged_are_refused(tmp_path, change):
     path = tmp_path / 'x.safetensors'
     write_safetensors(path, {'a': torch.zeros(2, 2)})
     intact = path.read_bytes()
+    path.write_bytes(b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n')
+    assert 'a pointer of git-lfs; run git lfs pull' in error_of(read_safetensors, path)
     header = json.dumps({'a': {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16], **change}}).encode()
     wrong = struct.pack('<Q', len(header)) + header + bytes(16)
     long = b'\xff' * 7 + b'\x7f' + bytes(5000)

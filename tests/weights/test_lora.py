@@ -327,6 +327,8 @@ def test_a_base_is_found_from_another_folder(train_tiny, tmp_path, base, monkeyp
     assert load_weights(str(tmp_path / 'tuned')).weights
     train_tiny('base', max_iters=1)  # the base becomes base.1
     assert load_weights(str(tmp_path / 'tuned')).weights
+    train_tiny('base.1', init_from='resume', max_iters=6)  # its best.pt is another one now
+    assert load_weights(str(tmp_path / 'tuned')).weights
 
 
 def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path, base):
@@ -335,6 +337,7 @@ def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path,
     checkpoint = load(best)
     checkpoint['model']['transformer.ln_f.weight'][3] += 1e-6
     torch.save(checkpoint, best)
+    (tmp_path / 'base' / 'ckpt.pt').unlink()
     for words in ('weights have changed', 'does not exist'):
         error = error_of(train_tiny, 'tuned', init_from='resume')
         assert f"tuned/ckpt.pt holds adapters of '{tmp_path / 'base'}'" in error and words in error
