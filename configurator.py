@@ -15,11 +15,13 @@ import dataclasses
 import difflib
 import glob
 import inspect
+import json
 import math
 import numbers
 import os
 import re
 import sys
+import time
 import traceback
 import typing
 from pathlib import Path
@@ -30,7 +32,12 @@ HERE = os.path.dirname(os.path.realpath(__file__))
 SYNONYMS = {
     'model_name_or_path': 'init_from', 'checkpoint_dir': 'out_dir', 'output_dir': 'out_dir',
     'num_layers': 'n_layer', 'num_heads': 'n_head', 'd_model': 'n_embd', 'hidden_size': 'n_embd',
-    'context_length': 'block_size', 'max_seq_len': 'block_size', 'max_steps': 'max_iters',
+    'context_length': 'block_size', 'max_seq_len': 'block_size', 'max_seq_length': 'block_size',
+    'seq_len': 'block_size', 'max_length': 'block_size', 'max_steps': 'max_iters', 'num_steps': 'max_iters',
+    'steps': 'max_iters', 'eval_steps': 'eval_interval', 'eval_every': 'eval_interval',
+    'eval_freq': 'eval_interval', 'grad_accum': 'gradient_accumulation_steps', 'rope_theta': 'rope_base',
+    'min_learning_rate': 'min_lr', 'early_stopping_patience': 'patience', 'precision': 'dtype',
+    'resume_from_checkpoint': 'resume',
     'epochs': 'max_epochs', 'num_train_epochs': 'max_epochs', 'lr': 'learning_rate',
     'warmup_steps': 'warmup_iters', 'warmup_ratio': 'warmup_iters', 'max_grad_norm': 'grad_clip',
     'mixed_precision': 'dtype', 'gradient_checkpointing': 'recompute', 'lora_r': 'lora_rank',
@@ -96,6 +103,8 @@ def did_you_mean(word, known):
 
 def unknown(name, settings):
     """Return the error message for a name that is not a setting."""
+    if name == 'config':
+        return "unknown setting 'config'; name the config file without it"
     return f'unknown setting {name!r}{did_you_mean(SYNONYMS.get(name, name), settings)}'
 
 
@@ -117,7 +126,8 @@ def read_file(path, settings):
         return {}, [f'{path!r} is neither a config file (NAME.py) nor a setting (--name=value){hint}']
     if not os.path.exists(path):
         return {}, [f'{path} does not exist{hint}']
-    namespace = Assigned({'__file__': path, **{name: value for name, (value, _) in settings.items()}})
+    values = {name: value for name, (value, _) in settings.items()}
+    namespace = Assigned({'__name__': '__main__', '__file__': path, **values})
     before = dict(namespace)
     namespace.lines = {}
     try:
@@ -138,6 +148,8 @@ def read_file(path, settings):
         if name not in namespace:  # deleted again, as the name of an exception is
             continue
         value = namespace[name]
+        if isinstance(value, str) and value.startswith('~/'):  # as in a flag
+            value = os.path.expanduser(value)
         place = path
         if name in namespace.lines:
             place += f', line {namespace.lines[name]}'
@@ -264,12 +276,24 @@ def changed(objects):
     return found
 
 
+def print_error(text):
+    """Print an error. Under torchrun rank 0 prints it, and torchrun's summary has that of each process."""
+    path = os.environ.get('TORCHELASTIC_ERROR_FILE')
+    if path:
+        about = {'py_callstack': text, 'timestamp': str(int(time.time()))}
+        report = {'message': {'message': text, 'extraInfo': about}}  # the form of torch's @record
+        Path(path).write_text(json.dumps(report), encoding='utf-8')
+    if not path or os.environ.get('RANK') == '0':
+        print(text, file=sys.stderr)
+
+
 def call_main(main, *args):
     """
     Run a script's main and exit with the status that it returns, if any. A ValueError raised in our own
     files is printed as one message, with status 1; one from a library is a bug and keeps its traceback.
     """
-    sys.stdout.reconfigure(errors='backslashreplace')  # a terminal that is not UTF-8 must not end a run
+    if hasattr(sys.stdout, 'reconfigure'):  # not in a notebook
+        sys.stdout.reconfigure(errors='backslashreplace')  # a terminal that is not UTF-8 must not end a run
     try:
         status = main(*args)
         print(end='', flush=True)  # at exit, a closed pipe could not be handled
@@ -285,7 +309,7 @@ def call_main(main, *args):
         is_own = folder == HERE or os.path.dirname(folder) == os.path.join(HERE, 'hotloop')
         if filename.startswith('<') or not is_own:
             raise
-        print(f'error: {e}', file=sys.stderr)
+        print_error(f'error: {e}')
         status = 1
     if status is not None:
         sys.exit(status)

@@ -101,8 +101,9 @@ class SampleConfig:
         problems += [f"{name}='' names no file" for name in COMMANDS if getattr(self, name) == '']
         if len(commands) > 1:
             problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
-        if self.serve and self.compile:
-            problems.append('compile=True: the server compiles nothing, because its batches change; omit it')
+        for name in ('serve', 'score', 'diagnose', 'export'):
+            if self.compile and getattr(self, name):
+                problems.append(f'compile=True has no effect with {name}, which compiles nothing; omit it')
         if self.run_code and not self.eval_code:
             problems.append('run_code=True needs eval_code, the file with the tasks')
         if self.export and self.quantize != 'none' and not self.export.endswith('.gguf'):

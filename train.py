@@ -211,7 +211,11 @@ def read_settings(argv=None):
     place = found.given.get('lr_schedule')
     if cfg.time_budget is not None and place and cfg.lr_schedule != 'linear':
         raise ValueError(f'{place}: lr_schedule={cfg.lr_schedule!r} contradicts time_budget, whose decay is '
-                         'linear; remove one')
+                         'linear; remove that, or use --lr_schedule=linear')
+    for name in ('muon_lr', 'muon_momentum', 'embed_lr'):  # a card may have them for another optimizer
+        if found.given.get(name) == f'--{name}' and cfg.optimizer != 'muon':
+            raise ValueError(f'--{name} has no effect with optimizer={cfg.optimizer!r}; omit it, or add '
+                             '--optimizer=muon')
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises if it cannot be shared
     return Settings(model, lora, cfg, found.given, latest)
@@ -254,7 +258,8 @@ def setup(cfg):
         torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
     if world > 1:
         distributed.open_process_group(cfg.backend, device)
-    compiles, why_compile = choose_compile(cfg.compile, device, cfg.time_budget)
+    minutes = 0.0 if cfg.eval_only else cfg.time_budget
+    compiles, why_compile = choose_compile(cfg.compile, device, minutes)
     if compiles and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True)  # also sets Inductor's own switch
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
@@ -651,7 +656,7 @@ def execute(run, settings, meta):
     resumed_at = run.state.iter_num if latest else None
     checkpoints = Checkpoints(cfg.out_dir, resumed_at, cfg.mirror_dir, run.state.best_val_loss)
     locks = env.together(open_folders, run, schedule, checkpoints, latest)
-    log = Log(cfg, run.record['config'], env, resumed_at)
+    log = env.together(Log, cfg, run.record['config'], env, resumed_at)
     if not latest:
         log.start(run.model, run.record, differing)
     gc.collect()

@@ -1,6 +1,7 @@
 """Settings: what files and flags may contain, what is refused, and in which words."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 import train
-from configurator import SYNONYMS, call_main, configure
+from configurator import SYNONYMS, call_main, configure, print_error
 from hotloop.weights.lora import LoRAConfig
 from model import GPTConfig
 from sample import SampleConfig
@@ -85,6 +86,7 @@ def test_a_misspelled_flag_and_one_without_its_value():
     expected = ["--learing_rate: unknown setting 'learing_rate'; did you mean 'learning_rate'?"]
     assert refusal('--learing_rate=1e-3') == expected
     assert refusal('--learing_rate', '1e-3') == expected  # its value is not another mistake
+    assert refusal('--config', 'a.py')[0].endswith('name the config file without it')
     assert refusal('--n-layer', '--eval_only') == ['--n-layer: expected an integer, not True']
 
 
@@ -157,6 +159,13 @@ def test_what_is_wrong_in_a_file_is_an_error_with_its_line(card, text, problem):
     assert refusal(path)[0].startswith(path + problem)
 
 
+def test_a_home_folder_means_the_same_in_a_file_and_a_flag(card, monkeypatch):
+    monkeypatch.setenv('HOME', '/home/ada')
+    path = card("if __name__ == '__main__':\n    out_dir = '~/runs'\n")
+    for word in (path, '--out_dir=~/runs'):
+        assert conf(word)[0]['out_dir'] == '/home/ada/runs'
+
+
 def test_flags_override_files_and_files_what_lies_below(card):
     first = card('n_layer = 1\nn_head = 1\nmax_iters = 1\ndtype = "auto"\n', 'a.py')
     second = card('\ufeffn_head = n_layer + 1\nmax_iters = n_ff\n', 'b.py')  # with a byte-order mark
@@ -218,6 +227,15 @@ def test_ctrl_c_ends_with_the_status_130():
     with pytest.raises(SystemExit) as end:
         call_main(Mock(side_effect=KeyboardInterrupt))
     assert end.value.code == 130
+
+
+def test_an_error_of_a_process_is_in_the_summary_of_torchrun(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path / 'error.json'))
+    for rank in (1, 0):
+        monkeypatch.setenv('RANK', str(rank))
+        print_error('error: 1')
+        assert json.loads((tmp_path / 'error.json').read_text())['message']['message'] == 'error: 1'
+        assert capsys.readouterr().err == 'error: 1\n' * (rank == 0)
 
 
 def test_characters_that_a_terminal_lacks_do_not_end_a_command():

@@ -30,18 +30,20 @@ SPLITS = ('train', 'val')
 def read_meta(folder):
     """
     Read a dataset's meta.json, or nanoGPT's meta.pkl, or assume what nanoGPT does without either:
-    uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, template, foreign, splits ({} if
+    uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, template, eot, foreign, splits ({} if
     it is foreign).
     """
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         size = 50304
         tokenizer = GPT2_SPEC
+        eot = 50256
         old_path = os.path.join(folder, 'meta.pkl')
         if os.path.exists(old_path):
             size, tokenizer = read_meta_pkl(old_path)
+            eot = None
         return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'template': None,
-                'foreign': True, 'splits': {}}
+                'eot': eot, 'foreign': True, 'splits': {}}
     try:
         meta = read_json(path)
         known = meta['format'] in (0, FORMAT) and meta['dtype'] in ('uint16', 'uint32')
@@ -179,6 +181,11 @@ class Dataset(NamedTuple):
     meta: dict
     weight: float
 
+    def num_tokens(self):
+        """Return the number of training tokens."""
+        path = os.path.join(self.folder, 'train.bin')
+        return os.path.getsize(path) // np.dtype(self.meta['dtype']).itemsize
+
 
 def open_datasets(dataset, data_dir):
     """
@@ -195,8 +202,7 @@ def open_datasets(dataset, data_dir):
                 raise ValueError(missing_dataset(path, name, data_dir))
         meta = read_meta(folder)
         if not weighted:
-            size = os.path.getsize(os.path.join(folder, 'train.bin'))
-            weight = size // np.dtype(meta['dtype']).itemsize
+            weight = Dataset(name, folder, meta, 1.0).num_tokens()
         elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):
             raise ValueError(f'dataset={dataset!r}: give each dataset a weight above 0 (a:0.7,b:0.3) or none')
         datasets.append(Dataset(name, folder, meta, float(weight)))

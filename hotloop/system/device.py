@@ -69,13 +69,13 @@ def try_compile(device):
         return 'not tried on Apple GPUs'
     # or Inductor first compiles a test for each of the CPU's instruction sets, 3 s each
     os.environ.setdefault('TORCHINDUCTOR_VEC_ISA_OK', '1')
+    failure = None
     try:
         torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
     except Exception as error:  # Inductor wraps a missing C++ compiler in exceptions of its own
-        return first_line(getattr(error, 'inner_exception', error))[:120]
-    finally:
-        torch._dynamo.reset()
-    return None
+        failure = first_line(getattr(error, 'inner_exception', error))[:120]
+    torch._dynamo.reset()  # not after Ctrl-C, which may leave it half imported
+    return failure
 
 
 # On 2 CPU cores compiling 3 or 4 layers took 35 to 45 s (7 s if cached), and steps were then 1.25
@@ -87,13 +87,13 @@ COMPILE_EVAL_PAYS = 10.0  # minutes: compiling the model for evaluations, too, t
 def choose_compile(asked, device, minutes=None):
     """
     Choose (whether to use torch.compile, reason). asked: True, False or 'auto', which does not
-    compile if a time budget of so many minutes is too short.
+    compile for a run of too few minutes. minutes: None if it has no limit.
     """
     if asked is False:
         return False, 'requested'
     least = COMPILE_PAYS.get(device.type, 0.0)
     if asked == 'auto' and minutes is not None and minutes < least:
-        return False, f'it pays with a time_budget of {least:g} minutes or more'
+        return False, f'it pays after {least:g} minutes'
     failure = try_compile(device)
     if not failure:
         return True, 'a test compilation worked'

@@ -1,5 +1,6 @@
 """What a run will need: parameters, FLOPs, memory, time and disk, counted without a run."""
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -267,16 +268,17 @@ def length_of(cfg, T, num_windows, state):
 def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
     """List the lines about memory, speed and time on seven GPUs and on this machine."""
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * config.block_size  # of a step
-    device, _ = choose_device(cfg.device)
-    dtype, _ = choose_dtype(cfg.dtype, device, training=True)
-    flops = measure_flops(device, dtype)
-    if device.type == 'cpu':
-        flops *= flops_share(config.n_embd) / MFU
     machines = []
     for name, (key, memory) in MACHINES.items():
         machines.append((name, gpu, memory, None if gpu.dtype == torch.float32 else PEAK_FLOPS[key]))
-    machines.append((f'this {device.type}', Env(device=device, dtype=dtype), device_memory(device),
-                     flops))
+    with contextlib.suppress(ValueError):  # this machine has no such device
+        device, _ = choose_device(cfg.device)
+        dtype, _ = choose_dtype(cfg.dtype, device, training=True)
+        flops = measure_flops(device, dtype)
+        if device.type == 'cpu':
+            flops *= flops_share(config.n_embd) / MFU
+        machines.append((f'this {device.type}', Env(device=device, dtype=dtype), device_memory(device),
+                         flops))
     lines = [f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     for name, env, memory, peak in machines:
         speed = time = 'unknown'

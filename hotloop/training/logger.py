@@ -199,8 +199,12 @@ class Log:
         if cfg.wandb_log:
             import wandb
             self.wandb = wandb
-            wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings,
-                       dir=os.environ.get('WANDB_DIR', cfg.out_dir))  # ./wandb could be imported
+            try:
+                wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings,
+                           dir=os.environ.get('WANDB_DIR', cfg.out_dir))  # ./wandb could be imported
+            except Exception as e:
+                raise ValueError(f'wandb_log=True: {first_line(e)}; run wandb login first, or set '
+                                 'WANDB_MODE=offline') from None
 
     def append(self, row):
         """Append a line to log.jsonl."""

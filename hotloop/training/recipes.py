@@ -118,7 +118,7 @@ def choose_settings(cfg, given):
         return {'dataset': dataset, **depth_settings(cfg.depth, world)}
     text_tokens = 0
     for one in open_datasets(dataset, cfg.data_dir):
-        text_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
+        text_tokens += one.num_tokens()
     device, _ = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True:

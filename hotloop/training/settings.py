@@ -47,7 +47,10 @@ def setting_problems(cfg):
         for name, values in others.items():
             is_set = getattr(cfg, setting) not in (None, 'none')
             if is_set and getattr(cfg, name) not in values:
-                wrong.append(f'{name}={getattr(cfg, name)!r} contradicts {setting}; remove one')
+                wrong.append(f'{name}={getattr(cfg, name)!r} contradicts {setting}; remove that, or use '
+                             f'--{name}={values[0]}')
+    if cfg.dry_run and cfg.eval_only:
+        wrong.append('dry_run=True forecasts training; omit eval_only')
     is_open = cfg.time_budget is not None and cfg.max_epochs is None and cfg.max_iters == type(cfg).max_iters
     if is_open and 0 < cfg.warmup_iters < 1:
         wrong.append(f'warmup_iters={cfg.warmup_iters:g} is a fraction of steps that time_budget '
@@ -59,7 +62,8 @@ def setting_problems(cfg):
         wrong.append(f'init_from={cfg.init_from!r} is inside out_dir={cfg.out_dir!r}, which a new run '
                      'renames; give the new run a folder, such as --out_dir=out-tuned')
     for name, value, package in PACKAGES:
-        if getattr(cfg, name) == value and importlib.util.find_spec(package) is None:
+        is_used = getattr(cfg, name) == value and not (cfg.eval_only or cfg.dry_run)
+        if is_used and importlib.util.find_spec(package) is None:
             wrong.append(f'{name}={value!r} needs {package}: pip install {package}')
     return wrong
 

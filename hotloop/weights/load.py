@@ -126,8 +126,9 @@ def load_checkpoint(path):
         raise ValueError(f'{path} is damaged or not a checkpoint: {first_line(e)}') from e
     if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= checkpoint.keys():
         raise ValueError(f'{path} is not a hotloop or nanoGPT checkpoint: "model" or "model_args" missing')
-    weights = {name.removeprefix('_orig_mod.'): w for name, w in checkpoint['model'].items()}
-    checkpoint['model'] = weights  # without torch.compile's prefix
+    # without the prefixes of torch.compile and DDP
+    weights = {re.sub(r'^(_orig_mod\.|module\.)+', '', name): w for name, w in checkpoint['model'].items()}
+    checkpoint['model'] = weights
     if 'transformer.h.0.ln_1.bias' in weights:  # nanoGPT before bias became a setting
         checkpoint['model_args'].setdefault('bias', True)
     return checkpoint

@@ -82,11 +82,11 @@ def test_a_dataset_that_cannot_be_written_is_one_sentence(tmp_path):
 def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp_path):
     gpt2 = {'kind': 'tiktoken', 'name': 'gpt2', 'bos': None, 'stops': []}
     assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': gpt2,
-                                        'splits': {}, 'template': None, 'foreign': True}
+                                        'splits': {}, 'template': None, 'eot': 50256, 'foreign': True}
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé')))
     tokenizer = {'kind': 'char', 'chars': '\n abcé', 'eot': False}
     assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'tokenizer': tokenizer,
-                                        'template': None, 'splits': {}, 'foreign': True}
+                                        'template': None, 'splits': {}, 'eot': None, 'foreign': True}
     write_bins(tmp_path, [1, 2], [3])
     meta = json.loads((tmp_path / 'meta.json').read_text())
     found = read_meta(str(tmp_path))

@@ -107,7 +107,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     (dict(start='abéx'), "'xé'"), (dict(chat=True), 'template of the model is not known'),
     (dict(run_code=True), 'run_code=True needs eval_code'), (dict(score='a', chat=True), 'score and chat'),
     (dict(top_p=1.5, min_p=-1), 'top_p=1.5 must be from 0 to 1\nmin_p=-1.0'),
-    (dict(export=''), "export='' names no file"), (dict(serve=8, compile=True), 'compile=True: the server'),
+    (dict(export=''), "export='' names no file"), (dict(serve=8, compile=True), 'no effect with serve'),
     (dict(device='tpu'), "device='tpu'"), (dict(out_dir='a/none'), "a/none' does not exist"),
     (dict(compile=True), 'compile=True')])
 def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):

@@ -256,7 +256,7 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
                   init_from='scratch', out_dir='out-chars', backend='nccl', device='cuda', dtype='bfloat16',
                   compile=True)
     (tmp_path / 'out').mkdir()
-    weights = {f'_orig_mod.{name}': weight for name, weight in gpt.state_dict().items()}
+    weights = {f'_orig_mod.module.{name}': weight for name, weight in gpt.state_dict().items()}
     torch.save({'model': weights, 'optimizer': adamw.state_dict(), 'model_args': {**args, 'vocab_size': 65},
                 'iter_num': 3, 'best_val_loss': torch.tensor(4.1), 'config': config},
                tmp_path / 'out' / 'ckpt.pt')

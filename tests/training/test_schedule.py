@@ -141,9 +141,12 @@ def test_a_depth_that_cannot_be(data_dir, flags, words):
     assert words in error_of(read_settings, [*flags, f'--data_dir={data_dir}', '--dataset=tiny'])
 
 
-def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeypatch):
+def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr('hotloop.training.recipes.measure_flops', lambda *args: 1e9)
-    flags = [f'--data_dir={data_dir}', '--dataset=tiny', '--time_budget=9', '--device=cpu']
+    (tmp_path / 'theirs').mkdir()
+    for name in ('train.bin', 'val.bin'):  # without meta.json, as nanoGPT writes it
+        os.link(f'{data_dir}/tiny/{name}', tmp_path / 'theirs' / name)
+    flags = [f'--data_dir={tmp_path}', '--dataset=theirs', '--time_budget=9', '--device=cpu']
     for preset in ('hybrid', 'qwen3'):
         model, _, cfg, *_ = read_settings(flags + [f'--preset={preset}'] * (preset == 'qwen3'))
         assert (cfg.depth, cfg.optimizer, model.n_layer, model.preset) == (3, 'muon', 3, preset)
