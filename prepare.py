@@ -156,7 +156,6 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     if tokenizer is None:
         every = max(-(-num_bytes // BPE_BYTES), 1)
         tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), template, several, every)
-    skipped.clear()
     note_special_texts(itertools.islice(read_pieces(), 100), tokenizer)
     skipped.clear()
     pieces = read_pieces()

@@ -68,11 +68,14 @@ def write_config(folder, config, schedule):
     Write config.py, a config file that repeats the run. A time budget that has decided becomes an
     ordinary schedule. Prints a failure.
     """
+    repeats = 'repeats'
     if config['time_budget'] is not None and not schedule.is_open:
+        if config['multi_token']:  # whose weights followed the clock
+            repeats = 'nearly repeats'
         config = {**config, 'time_budget': None, 'max_epochs': None, 'max_iters': schedule.max_iters,
                   'lr_schedule': schedule.kind, 'decay_fraction': schedule.decay_fraction,
                   'warmup_iters': schedule.warmup_iters}
-    text = '# all settings of the run in this folder; as a config file it repeats the run\n\n'
+    text = f'# all settings of the run in this folder; as a config file it {repeats} the run\n\n'
     for name, value in config.items():
         text += f'{name} = {value!r}\n'
     path = os.path.join(folder, 'config.py')
