@@ -274,12 +274,13 @@ class BigramEmbedding(nn.Embedding):
 
     def forward(self, x, idx, position, cache):
         """x: (B, T, C). idx: (B, T). position: (T) or (B, T), in documents. cache: a KVCache, or None."""
-        before = idx + 1  # 0: there is none
+        ids = idx + 1  # 0: there is none
         if cache is None:
-            before = F.pad(before[:, :-1], (1, 0)).masked_fill(position == 0, 0)
+            before = F.pad(ids[:, :-1], (1, 0)).masked_fill(position == 0, 0)
         else:
-            before = cache.extend(-1, before[:, None, :, None])[:, 0, :-1, 0]  # layer -1 keeps the last id
-        return x + super().forward((36313 * idx ^ 27191 * before) % self.num_embeddings)
+            extended = cache.extend(-1, ids[:, None, :, None])  # layer -1 keeps the last id: (B, 1, 1 + T, 1)
+            before = extended[:, 0, :-1, 0]
+        return x + super().forward(((36313 * idx) ^ (27191 * before)) % self.num_embeddings)
 
 
 class X0Mix(nn.Module):
@@ -464,8 +465,8 @@ class Attention(nn.Module):
         self.window = config.windows()[layer]
         self.head_dim = D = config.head_dim
         # One matrix computes queries, keys and values of all heads, in that order; Muon treats them as three.
-        self.rows = [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
-        self.c_attn = Linear(config.n_embd, sum(self.rows), bias=config.qkv_bias)
+        self.part_sizes = [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
+        self.c_attn = Linear(config.n_embd, sum(self.part_sizes), bias=config.qkv_bias)
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
         self.value_embed = None
         if config.value_embed:  # a vector of each token for the values (modded-nanogpt, record 14)
@@ -550,7 +551,7 @@ class Conv(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
-        self.rows = [config.n_embd, config.n_embd]  # values, gates
+        self.part_sizes = [config.n_embd, config.n_embd]  # values, gates
         self.state_shapes = {'past': (1, config.num_taps - 1, config.n_embd)}  # the last values
         self.c_attn = Linear(config.n_embd, 2 * config.n_embd, bias=config.bias)
         taps = torch.randn(config.n_embd, 1, config.num_taps) / config.num_taps
@@ -736,6 +737,7 @@ class GPT(nn.Module):
         # train.py sets these, and the buffers `feedback` and `ahead` below, after construction.
         self.compute_dtype = torch.float32  # of activations
         self.loss_chunks = 1  # for head and loss; more if memory is short
+        # the names are those of nanoGPT's checkpoints
         self.transformer = parts = nn.Module()
         parts.wte = nn.Embedding(c.vocab_size, c.n_embd)
         parts.wpe = PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else unchanged
@@ -769,22 +771,14 @@ class GPT(nn.Module):
         start at N(0, 0.02). Bigrams start at zero.
         """
         c = self.config
+        stds = {'bigrams': 0.0, 'c_proj': 0.02 / math.sqrt(2 * c.n_layer)}
+        if c.zero_init:
+            stds |= {'c_proj': 0.0, 'lm_head': 0.0, 'value_embed': 0.5, 'wte': 0.02 if c.tie else 1.0}
         for name, p in self.named_parameters():
-            std = 0.02
-            if name == 'transformer.bigrams.weight':
-                std = 0.0
-            elif name.endswith('value_embed.weight') and c.zero_init:
-                std = 0.5
-            elif name.endswith('c_proj.weight'):
-                std = 0.0 if c.zero_init else 0.02 / math.sqrt(2 * c.n_layer)
-            elif c.zero_init and name == 'lm_head.weight':
-                std = 0.0
-            elif c.zero_init and name == 'transformer.wte.weight':
-                std = 0.02 if c.tie else 1.0
-            elif c.zero_init:
-                std = 0.5 / math.sqrt(p.size(-1))
+            kind = name.split('.')[-2]  # of the module
             if p.dim() > 1 and name.endswith('weight'):
-                nn.init.normal_(p, std=std)
+                other = 0.5 / math.sqrt(p.size(-1)) if c.zero_init else 0.02
+                nn.init.normal_(p, std=stds.get(kind, other))
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
             # Other parameters start as their modules made them.
@@ -793,7 +787,7 @@ class GPT(nn.Module):
         """
         Return the logits of the last position, (B, V); with targets, the summed cross-entropy in nats:
         (1, B), of each sequence, or (1, 1) in training with loss_chunks above 1; callers use .sum(). Both are
-        float32. A row, because nanoGPT's `logits, loss = model(x, y)` would unpack a tensor of two sequences.
+        float32. The first dimension is 1, so that nanoGPT's `logits, loss = model(x, y)` fails on any batch.
 
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         targets: (B, T) ids, or -1 for a masked token.

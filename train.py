@@ -59,7 +59,7 @@ from hotloop.training.dataloader import Batches, open_split, share_batch, upload
 from hotloop.training.evaluate import evaluate_both, reads_other_windows
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
-from hotloop.training.memory import choose_batch_size, memory_advice, out_of_memory, set_loss
+from hotloop.training.memory import choose_batch_size, memory_advice, out_of_memory, set_loss_chunks
 from hotloop.training.optim import build_optimizers, set_learning_rate
 from hotloop.training.parallel import gradient_sync, is_sharded, local, release_mesh, set_blocks, shard_model
 from hotloop.training.recipes import OWN_MODEL, card_for_machine, choose_settings
@@ -144,12 +144,12 @@ class TrainConfig:
     problems = setting_problems
 
 
-# (first, second): second, if set, replaces first; a flag beats a file, and a file a default
+# (first, second): if second is set, first has no effect; first alone, in a flag or a later file, unsets it
 PAIRS = ('max_iters', 'max_epochs'), ('eval_tokens', 'eval_iters')
-MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - set(TRAINING_ONLY)
-ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
+MODEL_SETTINGS = {f.name for f in dataclasses.fields(GPTConfig)} - set(TRAINING_ONLY)
+ADAPTER_SETTINGS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
 # a resume cannot change these, nor the data, which compare_record() compares
-FIXED = MODEL | ADAPTERS | {'optimizer', 'depth'}
+FIXED_ON_RESUME = MODEL_SETTINGS | ADAPTER_SETTINGS | {'optimizer', 'depth'}
 
 
 # -----------------------------------------------------------------------------
@@ -172,14 +172,15 @@ def read_settings(argv=None):
     _, _, cfg = peek.objects
     latest = find_latest(cfg)
     derived = {}
-    # the other settings: of the checkpoint in a resume; of a depth with --depth or a time budget alone; of
-    # the machine's card if the command names no card, weights or model; otherwise the defaults
-    has_own_model = not OWN_MODEL.isdisjoint(peek.given)
+    # the other settings are those of the checkpoint in a resume; of a depth with --depth, or a time budget
+    # without a setting of OWN_MODEL; of the machine's card, unless the command gives both a dataset and a
+    # setting of OWN_MODEL; and the defaults beside a card or weights
+    own = sorted(OWN_MODEL & peek.given.keys())
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
-    chooses_depth = names_nothing and cfg.time_budget is not None and not has_own_model
+    chooses_depth = names_nothing and cfg.time_budget is not None and not own
     if latest:  # the settings of the run
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
-        derived = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
+        derived = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL_SETTINGS})
         gone = sorted(derived.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
         if gone:
             print0(f'settings of the checkpoint that no longer exist: {", ".join(gone)}')
@@ -188,9 +189,8 @@ def read_settings(argv=None):
         if peek.given.get('depth') == '--depth' and given_at not in (None, '--n_layer'):
             raise ValueError(f'--depth={cfg.depth} and {given_at} both give the shape; omit one')
         derived = choose_settings(cfg, peek.given)
-    elif names_nothing and has_own_model and 'dataset' in peek.given:
-        own = ', '.join(sorted(OWN_MODEL & peek.given.keys()))
-        print0(f'card: none, because the command gives a dataset and {own}; the rest is '
+    elif names_nothing and own and 'dataset' in peek.given:
+        print0(f'card: none, because the command gives a dataset and {", ".join(own)}; the rest is '
                "nanoGPT's defaults (--depth=N chooses others)")
     elif names_nothing:  # those of the machine's card
         card, _, why = card_for_machine(cfg.device)
@@ -199,11 +199,12 @@ def read_settings(argv=None):
     found = read(argv=argv, derived=derived, check=False)
     model, lora, cfg = found.objects
     if latest:
-        fixed = set(FIXED)
+        fixed = set(FIXED_ON_RESUME)
         if 'data' not in latest.checkpoint:  # nanoGPT's records none
             fixed.add('dataset')
-        is_decided = derived.get('time_budget') is None or state_from(latest.checkpoint).max_iters is not None
-        if is_decided and cfg.time_budget is not None:  # None, with max_iters, trains further
+        had_budget = derived.get('time_budget') is not None
+        has_decayed = state_from(latest.checkpoint).max_iters is not None
+        if cfg.time_budget is not None and (has_decayed or not had_budget):  # --time_budget=None is allowed
             fixed.add('time_budget')
         compare_settings(found.objects, found.given, derived, fixed)
     check_problems(found.objects)
@@ -249,7 +250,7 @@ def setup(cfg):
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
-        # use_deterministic_algorithms() imports Inductor for a second, so it waits for a compiled run, below
+        # use_deterministic_algorithms() imports Inductor for a second: below, and only for a compiled run
         torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
     use_threads()
@@ -258,7 +259,9 @@ def setup(cfg):
         torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
     if world > 1:
         distributed.open_process_group(cfg.backend, device)
-    minutes = 0.0 if cfg.eval_only else cfg.time_budget
+    minutes = cfg.time_budget
+    if cfg.eval_only:
+        minutes = 0.0
     compiles, why_compile = choose_compile(cfg.compile, device, minutes)
     if compiles and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True)  # also sets Inductor's own switch
@@ -308,7 +311,7 @@ def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
     """
     num_targets, loaders = data
     params = trainable(model)
-    # None frees memory for activations; DDP's gradients live in its buckets
+    # dropping gradients frees memory for activations; those of DDP are views of its buckets, and stay
     model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     total = torch.zeros((), device=env.device)
     for i, load in enumerate(loaders):
@@ -336,7 +339,8 @@ def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
     skipped = (~torch.isfinite(norm + total)).float()
     if cfg.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
-    # found_inf is GradScaler's private handshake: 1 skips the update, without waiting for the device.
+    # Fused AdamW, Muon and adamw8bit read found_inf, as GradScaler.step() would set it: 1 skips the update.
+    # GradScaler.step() itself waits for the device.
     # Apple's kernel ignores it (by PyTorch's source; not run), so there the host decides.
     if not (env.device.type == 'mps' and bool(skipped)):
         for optimizer in optimizers:
@@ -429,7 +433,7 @@ class Run:
         if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
             self.record['hf_config'] = origin['hf_config']
         template = template_of_record(origin)
-        if template and 'template' not in self.record:  # texts leave the chats as they were
+        if template and 'template' not in self.record:  # trained on plain texts, it still writes such chats
             self.record |= {'template': template, 'is_their_template': origin.get('is_their_template', False)}
         if checkpoint:
             compare_record(self.record, checkpoint, cfg.dataset)
@@ -459,7 +463,7 @@ class Run:
         elif cfg.eval_only:
             self.state.iter_num = origin.get('iter_num', 0)
         self.batches = Batches(self.splits['train'], batch_cfg, env, self.state.shift(T, global_batch))
-        set_loss(model, self.batches.micro_batch * T, cfg, env)
+        set_loss_chunks(model, self.batches.micro_batch * T, cfg, env)
         if cfg.feedback == 'dfa':
             model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
         if cfg.ortho_penalty and 'K' not in model.config.mixers():
@@ -514,28 +518,29 @@ def train(run, schedule, checkpoints, log, stop):
         step = state.iter_num
         is_last = step >= schedule.max_iters
         best = False
-        is_unsaved = step != checkpoints.saved_step  # equal on all ranks: no step is saved twice
-        stopping = stop.requested()
+        # a single process meets a step twice after a signal; otherwise rank 0 and the others agree
+        is_unsaved = step != checkpoints.saved_step
+        stopping = stop.any_signal()
         is_due = is_last or state.evaluated_at is None or (step and step % cfg.eval_interval == 0)
         if is_due and step != state.evaluated_at:
-            evaluation = stop.unless_signaled(evaluate_both, run.eval_model, run.splits, cfg,
-                                              batches.micro_batch, env, run.byte_counts, stop.by_signal)
+            evaluation = stop.forgiving_signals(evaluate_both, run.eval_model, run.splits, cfg,
+                                                batches.micro_batch, env, run.byte_counts, stop.has_signal)
             if evaluation is None:  # a signal came; the resumed run evaluates this step again
                 stopping = True
             else:
                 checkpoints.wait()
-                # a loss whose best.pt could not be written does not count
+                # a loss whose best.pt could not be written does not count: the writer resets best_loss
                 state.best_val_loss = env.broadcast(checkpoints.best_loss)
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
                 log.evaluation(step, evaluation)
                 save_is_due = save_is_due or cfg.always_save_checkpoint
                 if deadline:
-                    deadline.evaluation = evaluation.seconds
+                    deadline.evaluation_seconds = evaluation.seconds
         out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not is_last
         stopping = stopping or out_of_patience
         if stopping:
-            meter.check(step, cfg, stopping)  # a run that has diverged is not saved
+            meter.check(step, cfg, stopping=True)  # a run that has diverged is not saved
         # any: the clocks of processes differ
         save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # a periodic save waits for a finite step, or it would replace the last good ones
@@ -546,7 +551,7 @@ def train(run, schedule, checkpoints, log, stop):
         if is_last or stopping:
             break
         pause = time.perf_counter() - pause_began
-        meter.began += pause
+        meter.exclude(pause)
         if deadline:
             deadline.excluded += pause
 
@@ -557,8 +562,8 @@ def train(run, schedule, checkpoints, log, stop):
             model.ahead.copy_(upload(np.array(ahead, np.float32), env.device))  # does not wait for a GPU
         data = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
-        result = stop.unless_signaled(train_step, run.train_model, data, run.optimizers, run.scaler, cfg, env,
-                                      penalty)
+        result = stop.forgiving_signals(train_step, run.train_model, data, run.optimizers, run.scaler, cfg,
+                                        env, penalty)
         if result is None:  # a signal ended it; the next round saves and stops
             continue
         meter.add(result, data.num_targets)
@@ -572,7 +577,7 @@ def train(run, schedule, checkpoints, log, stop):
         if schedule.is_open:
             schedule = decide_length(run, schedule, deadline, meter, checkpoints)
             save_is_due = save_is_due or not schedule.is_open  # a resume must keep the decision
-    log.end(state, is_last and not stop.by_signal(), out_of_patience, run.record.get('template'))
+    log.end(state, is_last and not stop.has_signal(), out_of_patience, run.record.get('template'))
     return stop.exit_code()
 
 
@@ -580,8 +585,8 @@ def decide_length(run, schedule, deadline, meter, checkpoints):
     """Begin the decay of an open time budget after a step if it is time. Returns the schedule."""
     cfg, state, env, batches = run.cfg, run.state, run.env, run.batches
     step = state.iter_num
-    meter.began += deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
-                                               batches.micro_batch)
+    meter.exclude(deadline.estimate_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
+                                               batches.micro_batch))
     last_step = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
     last_step = int(env.broadcast(last_step))  # by the clock of rank 0
     if not last_step:
@@ -677,7 +682,7 @@ def open_folders(run, schedule, checkpoints, latest):
     cfg = run.cfg
     if run.env.rank:
         return []
-    if cfg.mirror_dir:  # a refused one is refused before an older run is moved out of out_dir
+    if cfg.mirror_dir:  # tried first: if it cannot be used, the older run stays in out_dir
         open_folder('mirror_dir', cfg.mirror_dir, is_new=False).close()
     locks = [open_folder('out_dir', cfg.out_dir, latest is None)]
     if latest:

@@ -77,9 +77,9 @@ class Eigen(nn.Module):
         self.layer = layer
         self.num_states = K
         self.is_paper = config.eigen == 'paper'
-        self.rows = [2 * K, 2 * K if self.is_paper else K, C]  # of inputs, changes of eigenvalues, and gates
+        self.part_sizes = [2 * K, 2 * K if self.is_paper else K, C]  # inputs, changes of eigenvalues, gates
         self.state_shapes = {'eigen': (K, 2)}
-        self.c_attn = Linear(C, sum(self.rows), bias=False)
+        self.c_attn = Linear(C, sum(self.part_sizes), bias=False)
         self.c_proj = Linear(2 * K, C, bias=config.bias)
         self.gate_shift = nn.Parameter(torch.full((C,), -2.0))  # nearly closed at the start
         self.dropout = nn.Dropout(config.dropout)
@@ -97,7 +97,7 @@ class Eigen(nn.Module):
 
     def forward(self, x, context):
         K, cache, place = self.num_states, context.cache, context.place
-        inputs, changes, gate = self.c_attn(x).split(self.rows, dim=-1)
+        inputs, changes, gate = self.c_attn(x).split(self.part_sizes, dim=-1)
         b = torch.view_as_complex(inputs.float().unflatten(-1, (K, 2)).contiguous())  # (B, T, K)
         changes = self.change * changes.float().tanh()
         # float(): sharded, parameters come in the compute dtype

@@ -96,7 +96,7 @@ def add_orthogonal_gradient(model, weight):
     for block in model.transformer.h:
         if getattr(block.attn, 'features', None) is not None:
             p = block.attn.c_attn.weight
-            rows = sum(block.attn.rows[:2])
+            rows = sum(block.attn.part_sizes[:2])
             W = p[:rows].unflatten(0, (-1, block.attn.head_dim))  # (2 H, D, C)
             excess = W @ W.mT - torch.eye(W.size(1), device=W.device)
             p.grad[:rows] += 4 * weight * (excess @ W).flatten(0, 1)

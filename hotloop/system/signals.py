@@ -26,23 +26,23 @@ class StopRequest:
                 with contextlib.suppress(OSError):  # print() may be what the signal interrupted
                     os.write(2, b'\nstopping after this step and a save; Ctrl-C again exits now\n')
 
-    def by_signal(self):
+    def has_signal(self):
         """Return whether a signal came to this process."""
         return self.signal is not None
 
-    def requested(self):
+    def any_signal(self):
         """Return whether a signal came to any process. All of them must call it."""
-        return self.env.any(self.by_signal())
+        return self.env.any(self.has_signal())
 
-    def unless_signaled(self, function, *args):
+    def forgiving_signals(self, function, *args):
         """
-        Return function(*args), or None if it raises RuntimeError after a signal: Ctrl-C in a terminal also
-        reaches the compiler that a step waits for.
+        Return function(*args), or None if it fails with a RuntimeError after a signal: Ctrl-C in a terminal
+        also reaches the compiler that a step waits for.
         """
         try:
             return function(*args)
         except RuntimeError as e:
-            if self.env.world > 1 or not self.by_signal():
+            if self.env.world > 1 or not self.has_signal():
                 raise
             print0(f'the signal interrupted {function.__name__}(): {type(e).__name__}')
             return None

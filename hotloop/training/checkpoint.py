@@ -35,7 +35,7 @@ class RunState:
     best_val_loss: float = math.inf
     tokens_seen: int = 0
     evals_since_best: int = 0  # evaluations in a row without a lower loss
-    evaluated_at: int | None = -1  # the step of the last evaluation in these two; None: one of nanoGPT
+    evaluated_at: int | None = -1  # step of the last evaluation; None: its loss does not compare
     logged: list = field(default_factory=list)  # the Meter's sums since the last log line
     bad_in_a_row: int = 0  # consecutive non-finite steps up to now
     seconds_used: float = 0.0  # of the time budget, up to the last save

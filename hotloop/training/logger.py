@@ -124,8 +124,12 @@ class Meter:
     def start(self, now):
         """Begin with the steps of the next log line."""
         self.steps = 0
-        self.began = now  # evaluations and saves postpone it
+        self.began = now
         self.waited = self.batches.waited
+
+    def exclude(self, seconds):
+        """Leave out the time of an evaluation or a save."""
+        self.began += seconds
 
     def add(self, result, num_targets):
         """Add the StepResult of a step. A skipped step never enters an average."""

@@ -43,7 +43,7 @@ def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False, memory=
     return min(chunks, num_tokens)
 
 
-def set_loss(model, num_tokens, cfg, env):
+def set_loss_chunks(model, num_tokens, cfg, env):
     """Set the chunks of the loss of num_tokens, and the weights of later tokens if multi_token is set."""
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, num_tokens, model.config.vocab_size, env,
                                            not model.lm_head.weight.requires_grad, ahead=cfg.multi_token > 0)
@@ -75,7 +75,7 @@ def choose_batch_size(model, split, env, cfg):
 def trial_fits(model, batch, env, cfg, reserve):
     """Try forward and backward of `batch` sequences beside `reserve` bytes. Returns if they fit."""
     c = model.config
-    set_loss(model, batch * c.block_size, cfg, env)
+    set_loss_chunks(model, batch * c.block_size, cfg, env)
     fits = True
     try:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)

@@ -67,7 +67,7 @@ def matrix_rows(model):
     c, tables = model.config, tables_of(model)
     rows = {p: [p.size(0)] for p in model.transformer.h.parameters() if p.dim() == 2 and p not in tables}
     for block in model.transformer.h:
-        rows[block.attn.c_attn.weight] = block.attn.rows
+        rows[block.attn.c_attn.weight] = block.attn.part_sizes
         if c.is_gated:
             rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]  # up, gate
     return rows

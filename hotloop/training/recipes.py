@@ -14,7 +14,7 @@ from hotloop.system.distributed import Env, open_process_group, print0
 CARDS = ((36, 'a100_fast', 'wikitext103'), (21.6, 'vram_24gb', 'wikitext103'),
          (14.4, 'vram_16gb', 'wikitext103'), (7.2, 'vram_8gb', 'wikitext103'),
          (0, 'quickstart', 'stdlib'))
-# a command that gives one of these settings trains a model of its own, not that of a card
+# with a dataset, a command that gives one of these settings gets no card
 OWN_MODEL = {'n_layer', 'n_head', 'n_embd', 'optimizer'}
 DEPTHS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # that a time budget chooses from
 MANY_EPOCHS = 5  # from which on a small model gains by dropout, which costs a fifth of its speed

@@ -113,7 +113,7 @@ class Deadline:
         self.env = env
         self.laps = []  # the clock after each step, without evaluations and saves
         self.excluded = 0.0  # seconds of evaluations and saves up to now
-        self.evaluation = None  # seconds of an evaluation
+        self.evaluation_seconds = None  # seconds of an evaluation
 
     def used(self):
         """Return the seconds of the budget that are used."""
@@ -139,7 +139,7 @@ class Deadline:
         if is_early or (pace == 0 and last > step + 1):
             return 0
         if pace > 0:
-            evaluation = self.evaluation or 0.0
+            evaluation = self.evaluation_seconds or 0.0
             evaluated = (step - 1) // eval_interval * eval_interval  # one at `step` is still to come
             # n steps take n * pace, and evaluation + save after each eval_interval of them: solve for n.
             # Not counted: this save, the last evaluation and save, and the end of the process.
@@ -152,14 +152,14 @@ class Deadline:
             return 0
         return last
 
-    def measure_evaluation(self, fraction, model, splits, cfg, batch):
+    def estimate_evaluation(self, fraction, model, splits, cfg, batch):
         """
         Estimate the seconds of an evaluation by some batches, once, half way to the decay of this
         fraction. Returns the seconds that this took. All processes call it. Prints a note if an
         evaluation takes more than a tenth of the budget.
         """
         is_due = self.used() > self.budget * (1 - fraction) / 2
-        if self.evaluation is not None or not self.env.broadcast(is_due):
+        if self.evaluation_seconds is not None or not self.env.broadcast(is_due):
             return 0.0
         val = splits['val']
         began = host.process_seconds()
@@ -172,9 +172,9 @@ class Deadline:
         num_val, num_train = eval_windows(cfg, val)
         num_val = count_windows(val, num_val)
         total = num_val + count_windows(splits['train'], num_train)
-        self.evaluation = self.env.broadcast((now - compiled) * total / count_windows(val, some))
-        if self.evaluation > self.budget / 10:
-            tenth = math.ceil(num_val * val.T * self.budget / 10 / self.evaluation)
-            print0(f'note: an evaluation takes {duration(self.evaluation)} of a time budget of '
+        self.evaluation_seconds = self.env.broadcast((now - compiled) * total / count_windows(val, some))
+        if self.evaluation_seconds > self.budget / 10:
+            tenth = math.ceil(num_val * val.T * self.budget / 10 / self.evaluation_seconds)
+            print0(f'note: an evaluation takes {duration(self.evaluation_seconds)} of a time budget of '
                    f'{duration(self.budget)}; --eval_tokens={tenth} takes a tenth of it')
         return now - began

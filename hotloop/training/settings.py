@@ -24,7 +24,7 @@ ALLOWED = {
     'time_budget': {'decay_lr': (True,), 'lr_decay_iters': (None,)},
     'shard': {'auto_batch': (False,), 'ortho_penalty': (0.0,), 'optimizer': ('adamw', 'muon')}}
 # these settings belong to a command and its machine, not to the run that is resumed
-OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'dry_run', 'device', 'backend'}
+OF_THE_COMMAND = {'out_dir', 'init_from', 'resume', 'eval_only', 'dry_run', 'device', 'backend'}
 
 
 def setting_problems(cfg):
@@ -96,7 +96,7 @@ def record_of(settings, model, datasets, splits, env):
 def checkpoint_settings(checkpoint, shape):
     """Return {setting: value} that a checkpoint gives the run that resumes it. shape: its model's."""
     saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
-    own = set(OWN)
+    own = set(OF_THE_COMMAND)
     if 'state' not in checkpoint:  # nanoGPT's, whose defaults were for another machine
         for name, value in (('dtype', 'float32'), ('compile', False)):
             if saved.get(name) != value:

@@ -52,4 +52,4 @@ def test_a_run_under_nohup_outlives_its_terminal():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopRequest(Env())
     os.kill(os.getpid(), signal.SIGHUP)
-    assert not stop.requested()
+    assert not stop.any_signal()

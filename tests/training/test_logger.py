@@ -79,7 +79,7 @@ def test_speed_is_measured_in_steps_alone(monkeypatch):
     means = {'loss': 2.0, 'grad_norm': 1.0, 'skipped': None}
     assert meter.read() == (10.0, means)
     meter.add(result, 3)
-    meter.began += 4.0
+    meter.exclude(4.0)
     batches.waited = 3.0
     assert meter.read() == (7.0, {**means, 'ms': 7000.0, 'tokens_per_s': 10.0, 'data_share': 2 / 7})
 
