@@ -103,9 +103,8 @@ def did_you_mean(word, known):
 
 def unknown(name, settings):
     """Return the error message for a name that is not a setting."""
-    if name == 'config':
-        return "unknown setting 'config'; name the config file without it"
-    return f'unknown setting {name!r}{did_you_mean(SYNONYMS.get(name, name), settings)}'
+    ours = SYNONYMS.get(name)
+    return f'unknown setting {name!r}{did_you_mean(ours if ours in settings else name, settings)}'
 
 
 class Assigned(dict):
@@ -182,6 +181,8 @@ def read_argv(argv, kinds):
         elif value.startswith('~/'):  # a shell leaves it after =
             value = os.path.expanduser(value)
         try:
+            if name == 'config':
+                raise ValueError('give the config file without --config')
             if name not in kinds:
                 raise ValueError(unknown(name, kinds))
             # without a value a flag means True, which only a bool accepts

@@ -873,10 +873,12 @@ class GPT(nn.Module):
             missing, unexpected = self.load_state_dict(weights, strict=False)
         except RuntimeError as e:
             raise ValueError(f'the weights do not fit the model: {" ".join(str(e).split())[:500]}') from None
-        if missing or unexpected:
-            raise ValueError(f'the weights do not fit the model: {len(missing)} are missing '
-                             f'({", ".join(missing[:3])}), {len(unexpected)} have no place '
-                             f'({", ".join(unexpected[:3])})')
+        wrong = []
+        for names, what in ((missing, 'are missing'), (unexpected, 'have no place')):
+            if names:
+                wrong.append(f'{len(names)} {what} ({", ".join(names[:3])})')
+        if wrong:
+            raise ValueError(f'the weights do not fit the model: {"; ".join(wrong)}')
         wte, head = weights['transformer.wte.weight'], weights['lm_head.weight']
         # the same tensor may hold NaN, which differs from itself
         if self.config.tie and wte.data_ptr() != head.data_ptr() and not torch.equal(wte, head):

@@ -108,18 +108,22 @@ def open_sources(sources, cfg, spool):
         once.pop(os.path.realpath(file.path), None)
     if not once:
         raise ValueError('all files are validation files; none is left to train on')
-    return name_copies(once.values()), val_files
+    files = list(once.values())
+    if not val_files:
+        files = name_copies(files)
+    return files, val_files
 
 
 def name_copies(files):
-    """Give copies of a file its name, by which all of them are held out or none."""
-    files = list(files)
+    """Give copies of a text its name, by which all of them are held out or none. Of one alone keep one."""
     sizes = Counter(os.path.getsize(file.path) for file in files)
     names = {}
     for i, file in enumerate(files):
-        if sizes[os.path.getsize(file.path)] > 1:
+        if file.kind in ('text', 'functions') and sizes[os.path.getsize(file.path)] > 1:
             name = names.setdefault(hash_file(file.path), file.name)
             files[i] = file._replace(name=name)
+    if len({file.name for file in files}) == 1:
+        return files[:1]
     return files
 
 
@@ -181,11 +185,11 @@ def note_special_texts(pieces, tokenizer):
     """Say that the name of a special id in a text, such as a rendered chat, is not that id."""
     for _, piece in pieces:
         for text, markup, _ in piece.parts:
-            for name in tokenizer.specials:
-                if name in text and not markup:
-                    print(f'note: {name} in the texts is read as plain characters; rows with messages get '
-                          'the special ids of a chat template')
-                    return
+            found = [] if markup else [name for name in tokenizer.specials if name in text[:10_000]]
+            if found:
+                print(f'note: {found[0]} in the texts is read as plain characters, not as its id; rows with '
+                      'messages get the ids of a chat template, and documents that of their end')
+                return
 
 
 def training_command(cfg, found, has_rows):

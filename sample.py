@@ -22,6 +22,7 @@ if __name__ == '__main__':
 
 import contextlib
 import math
+import os
 import sys
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -123,9 +124,10 @@ def read_prompts(start):
         start = sys.stdin.buffer.read().decode('utf-8-sig')
     elif start.startswith('FILE:'):
         path = start.removeprefix('FILE:')
-        file = open_file(path, path)
-        if file.kind in ('json', 'jsonl', 'csv', 'parquet'):
-            return [prompt_of(row, where) for where, row in rows_in(file)]
+        if os.path.isfile(path):  # a pipe can be read only once
+            file = open_file(path, path)
+            if file.kind in ('json', 'jsonl', 'csv', 'parquet'):
+                return [prompt_of(row, where) for where, row in rows_in(file)]
         with open_text(path) as f:
             start = f.read()
     return [prompt_of(start, '')]

@@ -212,7 +212,7 @@ def read_settings(argv=None):
     place = found.given.get('lr_schedule')
     if cfg.time_budget is not None and place and cfg.lr_schedule != 'linear':
         raise ValueError(f'{place}: lr_schedule={cfg.lr_schedule!r} contradicts time_budget, whose decay is '
-                         'linear; remove that, or use --lr_schedule=linear')
+                         'linear; use --lr_schedule=linear, or remove time_budget')
     for name in ('muon_lr', 'muon_momentum', 'embed_lr'):  # a card may have them for another optimizer
         if found.given.get(name) == f'--{name}' and cfg.optimizer != 'muon':
             raise ValueError(f'--{name} has no effect with optimizer={cfg.optimizer!r}; omit it, or add '

@@ -129,8 +129,6 @@ def read_row(row, where):
     """
     row = standard_row(row, where)
     chat = first_of(row, CHAT_FIELDS)
-    if chat and row[chat] is None:
-        row = {**row, chat: []}
     if chat and isinstance(row[chat], str) and row[chat][:1] == '[':  # tables hold a chat as JSON
         row = {**row, chat: parse_json(row[chat], f'{where}: field {chat!r}')}
     question = first_of(row, QUESTIONS)
@@ -153,6 +151,8 @@ def read_row(row, where):
         if about:
             turns.append(('input', about))
         turns.append(('assistant', row[answer]))
+    elif chat and not row[chat] and not {'text', 'content'} & row.keys():
+        return 'chatml', []  # an empty chat
     else:
         return None, []
     system = row.get('system') or row.get('system_prompt')  # the latter is OpenOrca's name

@@ -209,7 +209,7 @@ def open_datasets(dataset, data_dir):
         first = datasets[0]
         if not same_tokenizer(meta['tokenizer'], first.meta['tokenizer']):
             raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} again with '
-                             f'{shell(f"--tokenizer={first.folder}")}')
+                             + shell(f'--tokenizer={first.folder}'))
     return datasets
 
 
@@ -218,7 +218,7 @@ def check_tokenizer(spec, path, dataset):
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
         raise ValueError(f'the tokenizers of {path} and of dataset={dataset.name} differ; prepare '
                          f'{dataset.meta.get("source", "the data")} again with '
-                         f'{shell(f"--tokenizer={path}")}')
+                         + shell(f'--tokenizer={path}'))
 
 
 def byte_table(meta, vocab_size):

@@ -34,7 +34,7 @@ MANY = 100_000  # documents; more are held out by probability, not up to an exac
 SEPARATOR = '<|endoftext|>'
 # how a list of objects or texts begins, or an object on each line: no single one has }, a line break and {
 ROWS = re.compile(r'\s*(\[\s*["{]|\{.*\}\s*\n\s*\{)', re.DOTALL)
-AS_TEXT = '; --format=text reads the file as plain text'
+AS_TEXT = '; --format=text of prepare.py reads the file as plain text'
 
 
 class Piece(NamedTuple):
@@ -222,10 +222,11 @@ def csv_rows(lines, path):
     semicolons and no comma is that of a European spreadsheet.
     """
     header = next(lines, '')
+    unquoted = re.sub('"[^"]*"', '', header)
     delimiter = ','
     if '.tsv' in os.path.basename(path).lower():
         delimiter = '\t'
-    elif ';' in header and ',' not in header:
+    elif ';' in unquoted and ',' not in unquoted:
         delimiter = ';'
     csv.field_size_limit(2**31 - 1)  # a field may hold a book
     reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
@@ -233,9 +234,6 @@ def csv_rows(lines, path):
         for row in reader:
             if None in row:
                 raise csv.Error(f'{len(row[None])} values beyond the header')
-            if delimiter == '\t' and any(value and re.search('\t.*\n', value) for value in row.values()):
-                raise csv.Error('a field holds a tab and a line break, probably because a quotation mark '
-                                'begins it; remove these marks from the file')
             yield f'{path}, line {reader.line_num}', row
     except csv.Error as e:
         raise ValueError(f'{path}, line {reader.reader.line_num}: {e}{AS_TEXT}') from None

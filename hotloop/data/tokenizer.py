@@ -170,7 +170,8 @@ class HFTokenizer(Tokenizer):
     """
     Run a tokenizer.json with the package tokenizers: a byte-level BPE (GPT-2, Llama 3, Qwen) or a
     sentencepiece BPE (Llama 2, Mistral, Gemma), which may put a space before a text. kept: what its
-    tokenizer_config.json has for others, {'pad_token': name, 'chat_template': Jinja}, or less.
+    tokenizer_config.json has for others, {'bos_token': name, 'pad_token': name, 'chat_template': Jinja,
+    'generation': generation_config.json}, or less.
     """
 
     def __init__(self, text, eot=None, kept=None):

@@ -250,10 +250,10 @@ def dataset_spec(path, config, vocab_size, data_dir):
     folder = os.path.join(data_dir, dataset) if dataset else data_dir
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
-    if os.path.isdir(path):
-        raise ValueError(f'{path} has no tokenizer.json; transformers makes one: AutoTokenizer.'
-                         'from_pretrained(MODEL).save_pretrained(FOLDER)')
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
+        place = 'beside it'
+        if os.path.isdir(path):
+            place = 'there (AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER) makes one)'
         raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
-                         '--data_dir to where its dataset is, or put its tokenizer.json beside it')
+                         f'--data_dir to where its dataset is, or put its tokenizer.json {place}')
     return meta['tokenizer']

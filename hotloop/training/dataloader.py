@@ -141,8 +141,8 @@ class Packed(Split):
                f'{lengths.max():,} tokens)')
         share = 1 - lengths[kept].sum() / self.num_tokens
         if share > 0.1:
-            print0(f'note: {share:.0%} of the tokens are in these rows, longer than block_size={T}; '
-                   '--pack_rows=False reads rows in parts')
+            print0(f'note: {share:.0%} of the tokens are in the rows left out, which are longer than '
+                   f'block_size={T}; --pack_rows=False reads rows in parts')
 
     def epoch_order(self, seed, epoch):
         return np.random.default_rng((seed, epoch)).permutation(self.num_windows)

@@ -1,6 +1,5 @@
 """What a run will need: parameters, FLOPs, memory, time and disk, counted without a run."""
 
-import contextlib
 import dataclasses
 import functools
 import weakref
@@ -271,7 +270,8 @@ def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
     machines = []
     for name, (key, memory) in MACHINES.items():
         machines.append((name, gpu, memory, None if gpu.dtype == torch.float32 else PEAK_FLOPS[key]))
-    with contextlib.suppress(ValueError):  # this machine has no such device
+    missing = []
+    try:
         device, _ = choose_device(cfg.device)
         dtype, _ = choose_dtype(cfg.dtype, device, training=True)
         flops = measure_flops(device, dtype)
@@ -279,6 +279,8 @@ def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
             flops *= flops_share(config.n_embd) / MFU
         machines.append((f'this {device.type}', Env(device=device, dtype=dtype), device_memory(device),
                          flops))
+    except ValueError as e:
+        missing.append(f'this machine: {e}')
     lines = [f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     for name, env, memory, peak in machines:
         speed = time = 'unknown'
@@ -293,4 +295,4 @@ def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
         if sum(memory_of(config, cfg, lora, env, memory).values()) <= MARGIN * memory:
             fits = 'fits'
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {speed:>12} {time:>10}  {fits}')
-    return lines
+    return lines + missing

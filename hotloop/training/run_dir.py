@@ -24,8 +24,9 @@ def open_folder(name, folder, is_new):
         if is_new and holds_run:
             if is_inside(os.curdir, real):
                 raise ValueError(f'{folder} holds a run and contains the current directory')
-            for inner in glob.glob(os.path.join(glob.escape(real), '*', '**', '.lock'), recursive=True):
-                lock(inner).close()  # another run, in a folder inside, must not lose its folder
+            for inside, _, names in os.walk(real):
+                if '.lock' in names and inside != real:  # of a run that must not lose its folder
+                    lock(os.path.join(inside, '.lock')).close()
             moved = free_number(real)
             try:
                 os.replace(real, moved)

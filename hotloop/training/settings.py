@@ -47,8 +47,8 @@ def setting_problems(cfg):
         for name, values in others.items():
             is_set = getattr(cfg, setting) not in (None, 'none')
             if is_set and getattr(cfg, name) not in values:
-                wrong.append(f'{name}={getattr(cfg, name)!r} contradicts {setting}; remove that, or use '
-                             f'--{name}={values[0]}')
+                wrong.append(f'{name}={getattr(cfg, name)!r} contradicts {setting}; remove {setting}, '
+                             f'or use --{name}={values[0]}')
     if cfg.dry_run and cfg.eval_only:
         wrong.append('dry_run=True forecasts training; omit eval_only')
     is_open = cfg.time_budget is not None and cfg.max_epochs is None and cfg.max_iters == type(cfg).max_iters

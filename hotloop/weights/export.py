@@ -29,7 +29,7 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
     config = config_json(model.config, hf_config)
     files = tokenizer_files(tokenizer, template, model.config.block_size)
     ids = {'eos_token_id': tokenizer.eot, 'bos_token_id': tokenizer.bos}
-    ids |= files.get('generation_config.json', {})
+    ids = files.get('generation_config.json') or ids
     for name in ('eos_token_id', 'bos_token_id'):
         # None is written too, because transformers assumes GPT-2's ids for keys that are missing.
         config[name] = ids.get(name, config.get(name))

@@ -40,7 +40,7 @@ def tokenizer_files(tokenizer, template, max_length):
             print(f'note: {end} is no special id of the tokenizer, so other programs show it after an answer',
                   file=sys.stderr)
     generation = {**theirs, 'eos_token_id': sorted(ends - {None}) or None}
-    if tokenizer.bos is not None or not theirs:
+    if tokenizer.bos is not None:
         generation['bos_token_id'] = tokenizer.bos
     content = spec['json'] if spec['kind'] == 'hf' else tokenizer_json(tokenizer)
     return {'tokenizer.json': content, 'tokenizer_config.json': config, 'generation_config.json': generation}

@@ -88,15 +88,16 @@ def open_checkpoint(source):
     check_start(source)
     if source.endswith('.gguf'):
         raise ValueError(f'{source} is for llama.cpp and is not read; export the run to a folder instead')
-    if source.endswith(('.safetensors', '.json', '.bin')):
+    if source.endswith(('.safetensors', '.json', 'model.bin')):
         raise ValueError(f'{source} is part of a model; name its folder')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     paths = checkpoint_paths(source, best=True)
     if not paths:
         hint = ''
-        for inside in glob.glob(os.path.join(glob.escape(source), '*', 'config.json')):
-            hint = f'; name a folder inside, such as {os.path.dirname(inside)}'
+        for inside in sorted(glob.glob(os.path.join(glob.escape(source), '*', '*'))):
+            if os.path.basename(inside) in ('config.json', 'adapter_config.json', 'ckpt.pt'):
+                hint = f'; name a folder inside, such as {os.path.dirname(inside)}'
         raise ValueError(f'{source!r} holds neither a checkpoint, nor a Hugging Face config.json, '
                          f'nor adapters{hint}')
     return first_intact(paths, load_checkpoint)
@@ -194,18 +195,20 @@ def open_base(record, path):
     name = record['base']
     places = base_places(name, path)
     if record['sha256']:  # which also tells an older checkpoint of a run that went on
-        places += [path for place in places for path in checkpoint_paths(place)]
+        folders = [place if os.path.isdir(place) else os.path.dirname(place) for place in places]
+        places += [path for folder in folders for path in checkpoint_paths(folder)]
     else:
         places = places[:1]
+    problem = None  # that of the likeliest place
     for place in places:
         try:
             base = load_weights(place)
         except ValueError as e:
-            problem = e
+            problem = problem or e
             continue
         if not record['sha256'] or record['sha256'] == base.sha256():
             return base
-        problem = f'its weights have changed (SHA-256 was {record["sha256"][:12]}...)'
+        problem = problem or f'its weights have changed (SHA-256 was {record["sha256"][:12]}...)'
     raise ValueError(f'{path} holds adapters of {name!r}: {problem}; restore it, or name a copy of it in '
                      'adapter/adapter_config.json and use that folder')
 

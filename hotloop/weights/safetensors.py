@@ -23,8 +23,6 @@ def read_safetensors(path):
     try:
         with open(path, 'rb') as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-        if data[:8] == b'version ':
-            raise ValueError('it is a pointer of git-lfs; run git lfs pull in its folder')
         first = 8 + struct.unpack_from('<Q', data)[0]  # byte of the tensors
         header = json.loads(data[8:first])
         header.pop('__metadata__', None)
@@ -39,6 +37,8 @@ def read_safetensors(path):
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror}') from None
     except Exception as e:  # damaged bytes can raise nearly anything
+        if data[:8] == b'version ':
+            raise ValueError(f'{path} is a pointer of git-lfs; run git lfs pull in its folder') from None
         raise ValueError(f'{path} is damaged or not a safetensors file: '
                          f'{type(e).__name__}: {first_line(e)}') from None
     return tensors

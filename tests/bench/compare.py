@@ -9,7 +9,7 @@ equal time (--minutes), or both.
 Runs of a and b alternate. A pair has the same seed, so it sees the same batches, and the difference of a pair
 varies less than the losses. Each comparison adds a row to leaderboard.jsonl. Runs that have ended are kept in
 --work and are not repeated until the source changes. --idea, --source and --kept describe the row. Datasets
-are in --data_dir.
+are in --data_dir. --card is a config file, settings (--card=--depth=6), or both.
 """
 
 import hashlib
@@ -38,19 +38,20 @@ did not stay: `git checkout` it. Ideas that gain nothing on two texts at three l
 BOARD = os.path.join(ROOT, 'tests', 'bench', 'leaderboard.jsonl')
 
 
-def source_hash(card):
+def source_hash():
     """Hash the source that a run depends on, so that its results are not kept after a change."""
     digest = hashlib.sha256()
-    for path in sorted([*Path(ROOT).glob('*.py'), *Path(ROOT).glob('hotloop/*/*.py'), Path(ROOT, card)]):
+    for path in sorted([*Path(ROOT).glob('*.py'), *Path(ROOT).glob('hotloop/*/*.py'),
+                        *Path(ROOT).glob('config/*.py')]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def run_once(options, dataset, seed, length, args):
     """Train once, unless that was done. Returns the numbers of the last evaluation and the speed."""
-    command = [sys.executable, 'train.py', args.card, f'--dataset={dataset}', f'--data_dir={args.data_dir}',
-               f'--seed={seed}', *length, *shlex.split(options)]
-    key = hashlib.sha256(f'{source_hash(args.card)} {shlex.join(command[1:])}'.encode()).hexdigest()
+    command = [sys.executable, 'train.py', *shlex.split(args.card), f'--dataset={dataset}',
+               f'--data_dir={args.data_dir}', f'--seed={seed}', *length, *shlex.split(options)]
+    key = hashlib.sha256(f'{source_hash()} {shlex.join(command[1:])}'.encode()).hexdigest()
     folder = os.path.join(args.work, key[:16])
     result = os.path.join(folder, 'result.json')
     if not os.path.exists(result):

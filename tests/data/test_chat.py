@@ -107,7 +107,7 @@ def test_a_named_field_may_hold_a_chat(row, fields):
 
 
 @pytest.mark.parametrize('row', [
-    {'messages': [ASK]}, {'prompt': 'a', 'completion': None}, {'conversations': []}, {'messages': None}, '',
+    {'messages': [ASK]}, {'prompt': 'a', 'completion': None}, {'conversations': []}, {'messages': ''}, '',
     {'text': None}])
 def test_a_row_without_text_or_answer_has_no_document(row):
     assert parts_of(row, 'line 1', read_row(row, '')[0]) is None

@@ -125,7 +125,7 @@ def test_shakespeare_has_its_known_number_of_tokens(gpt2, tmp_path):
     ('list.txt', b'[1] one\n[2] two\n' * 9, False)])
 def test_a_note_says_that_json_is_read_as_text(tmp_path, make, capsys, name, content, is_json):
     for number in range(3):
-        (tmp_path / f'{number}{name}').write_bytes(content + b'\n' * number)
+        (tmp_path / f'{number}{name}').write_bytes(content)
     make(tmp_path / f'*{name}', name='mine', tokenizer='byte')
     assert ('looks like JSON' in capsys.readouterr().err) == is_json
 
@@ -159,6 +159,8 @@ def test_copies_of_a_file_fall_on_one_side(tmp_path, make):
     documents, _ = make(tmp_path / '*.txt', name='mine')
     assert len(documents['train']) + len(documents['val']) == 80
     assert documents['val'] and not set(documents['train']) & set(documents['val'])
+    documents, _ = make(tmp_path / '7.txt', tmp_path / '7 (1).txt', name='one')  # cut, as one text is
+    assert documents == {'train': ['the text of file '], 'val': ['07']}
 
 
 def test_a_special_id_in_a_text_is_noted(tmp_path, make, capsys):

@@ -3,9 +3,11 @@
 import gzip
 import io
 import json
+import os
 import pickle
 import sys
 import types
+from threading import Thread
 
 import pytest
 import torch
@@ -78,6 +80,12 @@ def play(monkeypatch, *tokens):
             yield [(i, token, -0.5) for i in range(len(prompts)) if i not in stopped]
     monkeypatch.setattr('hotloop.inference.texts.generate', generate)
     return calls
+
+
+def test_a_prompt_comes_from_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / 'pipe')
+    Thread(target=(tmp_path / 'pipe').write_text, args=('cab',), daemon=True).start()
+    assert sample.read_prompts(f'FILE:{tmp_path / "pipe"}')[0][0] == 'cab'
 
 
 @pytest.mark.parametrize('name, content, expected', [

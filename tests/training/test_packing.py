@@ -85,7 +85,7 @@ def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir, capsys):
     assert re.fullmatch(rf'packing: train, {kept} rows in \d+ windows of {limit} tokens, \d+\.\d% padding; '
                         rf'{len(lengths) - kept} rows left out '
                         rf'\(the longest row has {lengths.max()} tokens\)\n'
-                        rf'note: \d\d% of the tokens are in these rows, longer than block_size={limit - 1}; '
+                        rf'note: \d\d% of the tokens are in the rows left out, .* block_size={limit - 1}; '
                         r'--pack_rows=False reads .*\n', capsys.readouterr().out)
     words = rf'block_size=3 is too small for the rows of .*train\.bin, .* --block_size={lengths.min() - 1}'
     with pytest.raises(ValueError, match=words):
