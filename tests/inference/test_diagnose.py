@@ -102,6 +102,7 @@ def test_a_run_is_measured_on_the_validation_data_of_its_training(train_tiny, tm
     assert f'loss by position 1 1 31 {rows[0]["loss"]:.5g}' in lines
 
 
+@pytest.mark.slow
 def test_direct_feedback_is_compared_with_the_true_gradient(train_tiny, tmp_path, data_dir, diagnose):
     train_tiny(feedback='dfa', preset='modern', n_layer=3, seed=5)
     found = diagnose(tmp_path / 'out', data_dir=data_dir)

@@ -155,6 +155,7 @@ def test_a_stream_has_the_same_text_in_pieces(servers, path):
     assert len(events(server, **fields)) == len(pieces)  # no usage unless it is asked for
 
 
+@pytest.mark.slow
 def test_twenty_requests_at_once_are_all_answered_each_as_if_alone(servers, monkeypatch):
     """Those that wait together share a batch; one with other settings does not."""
     server, batches = servers['base'], []

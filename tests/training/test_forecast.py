@@ -137,6 +137,7 @@ def forecast_of(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_an_absent_dataset_is_assumed(forecast_of):
     """Its ids are GPT-2's, and with max_epochs the time is unknown."""
     printed = forecast_of(dataset='wikitext103')

@@ -242,6 +242,7 @@ def standing_of_rank():
     return held
 
 
+@pytest.mark.slow
 def test_a_process_holds_its_share():
     """Of weights, gradients and moments."""
     held = on_ranks(2, standing_of_rank)
