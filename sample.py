@@ -63,7 +63,7 @@ class SampleConfig:
     data_dir: str = 'data'  # datasets, which have the tokenizers of nanoGPT's checkpoints
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings; saves memory
     # --- what to do
-    start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
+    start: str = '\n'  # the prompt, FILE:path (of rows: one each), or - for standard input
     chat: bool = False  # interactive chat; start is its system prompt; `exit` or Ctrl-D ends it
     serve: bool | int = False  # a page and OpenAI's HTTP API for this machine; True: port 8000
     template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # chat template; auto: of the training data
