@@ -71,6 +71,8 @@ def accept(value, kind):
                 if part(value) == value and math.isfinite(value):
                     return part(value)
         if part is str and isinstance(value, str):
+            if value.startswith('~/'):  # a shell leaves it after =, and in a file there is none
+                value = os.path.expanduser(value)
             return str.__str__(value)  # plain, because a checkpoint with NumPy's str cannot be loaded
         if part in (bool, type(None)) and isinstance(value, part):
             return value
@@ -147,8 +149,6 @@ def read_file(path, settings):
         if name not in namespace:  # deleted again, as the name of an exception is
             continue
         value = namespace[name]
-        if isinstance(value, str) and value.startswith('~/'):  # as in a flag
-            value = os.path.expanduser(value)
         place = path
         if name in namespace.lines:
             place += f', line {namespace.lines[name]}'
@@ -178,8 +178,6 @@ def read_argv(argv, kinds):
             is_value = is_value or (int in alternatives(kind) and following.isdecimal())
         if not equals:
             value = rest.pop(0) if is_value else None
-        elif value.startswith('~/'):  # a shell leaves it after =
-            value = os.path.expanduser(value)
         try:
             if name == 'config':
                 raise ValueError('give the config file without --config')

@@ -16,7 +16,6 @@ of processes, and memory does not grow with the corpus (a .json file is read at 
 """
 
 import functools
-import itertools
 import json
 import os
 import re
@@ -160,9 +159,8 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     if tokenizer is None:
         every = max(-(-num_bytes // BPE_BYTES), 1)
         tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), template, several, every)
-    note_special_texts(itertools.islice(read_pieces(), 100), tokenizer)
     skipped.clear()
-    pieces = read_pieces()
+    pieces = note_special_texts(read_pieces(), tokenizer)
     if template:
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
     eot = tokenizer.eot if several else None
@@ -182,14 +180,19 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
 
 
 def note_special_texts(pieces, tokenizer):
-    """Say that the name of a special id in a text, such as a rendered chat, is not that id."""
-    for _, piece in pieces:
-        for text, markup, _ in piece.parts:
-            found = [] if markup else [name for name in tokenizer.specials if name in text[:10_000]]
+    """
+    Yield the (split, Piece) pairs. Says if the first 100 have the name of a special id in a text, such as
+    a rendered chat, because that is not the id.
+    """
+    found = []
+    for number, (split, piece) in enumerate(pieces):
+        if number < 100 and not found:
+            text = ''.join(text[:10_000] for text, markup, _ in piece.parts if not markup)
+            found = [name for name in tokenizer.specials if name in text]
             if found:
                 print(f'note: {found[0]} in the texts is read as plain characters, not as its id; rows with '
                       'messages get the ids of a chat template, and documents that of their end')
-                return
+        yield split, piece
 
 
 def training_command(cfg, found, has_rows):

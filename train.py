@@ -260,7 +260,7 @@ def setup(cfg):
     if world > 1:
         distributed.open_process_group(cfg.backend, device)
     minutes = cfg.time_budget
-    if cfg.eval_only:
+    if cfg.eval_only:  # too short to compile for
         minutes = 0.0
     compiles, why_compile = choose_compile(cfg.compile, device, minutes)
     if compiles and torch.are_deterministic_algorithms_enabled():

@@ -40,7 +40,7 @@ class Template(NamedTuple):
 
     @property
     def unlearned(self):
-        """The texts around an answer that is shown and not learned: those of any answer."""
+        """Return the texts around an answer that is shown and not learned: those of any answer."""
         return self.assistant
 
 

@@ -113,7 +113,7 @@ class Deadline:
         self.env = env
         self.laps = []  # the clock after each step, without evaluations and saves
         self.excluded = 0.0  # seconds of evaluations and saves up to now
-        self.evaluation_seconds = None  # seconds of an evaluation
+        self.evaluation_seconds = None  # None: not known yet
 
     def used(self):
         """Return the seconds of the budget that are used."""

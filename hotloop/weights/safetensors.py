@@ -20,6 +20,7 @@ def read_safetensors(path):
     bytes. Raises ValueError if it is cut or damaged.
     """
     tensors = {}
+    data = b''
     try:
         with open(path, 'rb') as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -217,6 +217,8 @@ def test_files_that_are_cut_or_damaged_are_refused(tmp_path, change):
     intact = path.read_bytes()
     path.write_bytes(b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n')
     assert 'a pointer of git-lfs; run git lfs pull' in error_of(read_safetensors, path)
+    path.write_bytes(b'')
+    assert 'x.safetensors is damaged or not a safetensors file' in error_of(read_safetensors, path)
     header = json.dumps({'a': {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16], **change}}).encode()
     wrong = struct.pack('<Q', len(header)) + header + bytes(16)
     long = b'\xff' * 7 + b'\x7f' + bytes(5000)
