@@ -105,6 +105,9 @@ class SampleConfig:
         for name in ('serve', 'score', 'diagnose', 'export'):
             if self.compile and getattr(self, name):
                 problems.append(f'compile=True has no effect with {name}, which compiles nothing; omit it')
+        for name in ('chat', 'serve', 'export'):
+            if self.output != 'text' and getattr(self, name):
+                problems.append(f'output={self.output} has no effect with {name}; omit it')
         if self.run_code and not self.eval_code:
             problems.append('run_code=True needs eval_code, the file with the tasks')
         if self.export and self.quantize != 'none' and not self.export.endswith('.gguf'):

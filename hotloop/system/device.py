@@ -96,7 +96,7 @@ def choose_compile(asked, device, minutes=None):
         return False, f'it pays after {least:g} minutes'
     failure = try_compile(device)
     if not failure:
-        return True, 'a test compilation worked'
+        return True, 'a test compilation worked; the first step takes longer'
     if asked is True:
         raise ValueError(f'compile=True was requested, but fails here: {failure}; use --compile=False')
     return False, failure

@@ -116,6 +116,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     (dict(run_code=True), 'run_code=True needs eval_code'), (dict(score='a', chat=True), 'score and chat'),
     (dict(top_p=1.5, min_p=-1), 'top_p=1.5 must be from 0 to 1\nmin_p=-1.0'),
     (dict(export=''), "export='' names no file"), (dict(serve=8, compile=True), 'no effect with serve'),
+    (dict(chat=True, output='jsonl'), 'output=jsonl has no effect'),
     (dict(device='tpu'), "device='tpu'"), (dict(out_dir='a/none'), "a/none' does not exist"),
     (dict(compile=True), 'compile=True')])
 def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):
