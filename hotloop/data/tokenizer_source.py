@@ -200,8 +200,6 @@ def chat_template_of(folder):
 def known_template(folder):
     """Find the template of a Hugging Face folder by how a turn begins. Returns None for others."""
     chat = str(chat_template_of(folder) or '')
-    if '<|im_sep|>' in chat:  # Phi-4's turns begin as ChatML's
-        return None
     for template in CHATS:
         # other models, too, write "### Instruction:", so Alpaca's preamble must be there
         begin = TEMPLATES[template].preamble.format('') or TEMPLATES[template].user[0].strip()

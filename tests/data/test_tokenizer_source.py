@@ -126,11 +126,8 @@ def test_a_file_that_loses_text_is_refused_or_noted(tmp_path, capsys):
     assert "tokenizer='mine' does not give the text 'a b\\n c' back" in error_of(check)
 
 
-@pytest.mark.parametrize('template', [
-    'You are a coder.\n### Instruction:\n{{ m }}', "{{ '<|im_start|>user<|im_sep|>' + m + '<|im_end|>' }}"])
-def test_a_template_that_only_resembles_ours_is_none_of_them(tmp_path, template):
-    """Alpaca's preamble must be there; Phi-4's turns are not ChatML's."""
-    (tmp_path / 'chat_template.jinja').write_text(template)
+def test_alpacas_template_is_known_by_its_preamble(tmp_path):
+    (tmp_path / 'chat_template.jinja').write_text('You are a coder.\n### Instruction:\n{{ m }}')
     assert known_template(str(tmp_path)) is None
 
 
