@@ -33,7 +33,7 @@ from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer import HFTokenizer
 from hotloop.data.tokenizer_source import check_bytes, find_tokenizer, learn_tokenizer
-from hotloop.system.files import hash_file, replacing
+from hotloop.system.files import replacing
 from hotloop.system.host import cores
 from hotloop.system.text import counted, file_size, script, shell
 
@@ -107,23 +107,7 @@ def open_sources(sources, cfg, spool):
         once.pop(os.path.realpath(file.path), None)
     if not once:
         raise ValueError('all files are validation files; none is left to train on')
-    files = list(once.values())
-    if not val_files:
-        files = name_copies(files)
-    return files, val_files
-
-
-def name_copies(files):
-    """Give copies of a text its name, by which all of them are held out or none. Of one alone keep one."""
-    sizes = Counter(os.path.getsize(file.path) for file in files)
-    names = {}
-    for i, file in enumerate(files):
-        if file.kind in ('text', 'functions') and sizes[os.path.getsize(file.path)] > 1:
-            name = names.setdefault(hash_file(file.path), file.name)
-            files[i] = file._replace(name=name)
-    if len({file.name for file in files}) == 1:
-        return files[:1]
-    return files
+    return list(once.values()), val_files
 
 
 def note_test_files(files, val_files):

@@ -152,17 +152,6 @@ def test_equal_documents_fall_on_one_side_however_many_there_are(tmp_path, make,
         assert not set(documents['train']) & set(documents['val']) and 210 <= len(documents['val']) <= 390
 
 
-def test_copies_of_a_file_fall_on_one_side(tmp_path, make):
-    for number in range(40):
-        for copy in ('', ' (1)'):
-            (tmp_path / f'{number}{copy}.txt').write_text(f'the text of file {number:02}')
-    documents, _ = make(tmp_path / '*.txt', name='mine')
-    assert len(documents['train']) + len(documents['val']) == 80
-    assert documents['val'] and not set(documents['train']) & set(documents['val'])
-    documents, _ = make(tmp_path / '7.txt', tmp_path / '7 (1).txt', name='one')  # cut, as one text is
-    assert documents == {'train': ['the text of file '], 'val': ['07']}
-
-
 def test_a_special_id_in_a_text_is_noted(tmp_path, make, capsys):
     for text, notes in (('one <|endoftext|> in a line', 1), ('none', 0)):
         (tmp_path / 'a.txt').write_text(text * 9)
