@@ -28,10 +28,7 @@ def open_folder(name, folder, is_new):
                 if '.lock' in names and inside != real:  # of a run that must not lose its folder
                     lock(os.path.join(inside, '.lock')).close()
             moved = free_number(real)
-            try:
-                os.replace(real, moved)
-            except OSError as e:  # a mounted folder, or a parent that is not ours
-                raise ValueError(f'{folder} holds a run and cannot be renamed: {e.strerror}') from None
+            os.replace(real, moved)
             held.close()
             print0(f'{name}: {folder} held a run, which was moved to {moved}')
             return open_folder(name, folder, is_new)
@@ -39,7 +36,7 @@ def open_folder(name, folder, is_new):
             for path in glob.glob(os.path.join(glob.escape(folder), f'{file}.*.tmp')):
                 os.remove(path)
     except OSError as e:
-        raise ValueError(f'{name}={folder!r} cannot be written: {e.strerror or e}') from None
+        raise ValueError(f'{name}={folder!r} cannot be written or moved: {e.strerror or e}') from None
     except ValueError as e:
         remedy = f'choose another --{name}' if is_new else 'wait for it, or end it with kill'
         raise ValueError(f'{e}; {remedy}') from None
