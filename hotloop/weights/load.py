@@ -94,12 +94,8 @@ def open_checkpoint(source):
         return source, load_checkpoint(source)
     paths = checkpoint_paths(source, best=True)
     if not paths:
-        hint = ''
-        for inside in sorted(glob.glob(os.path.join(glob.escape(source), '*', '*'))):
-            if os.path.basename(inside) in ('config.json', 'adapter_config.json', 'ckpt.pt'):
-                hint = f'; name a folder inside, such as {os.path.dirname(inside)}'
         raise ValueError(f'{source!r} holds neither a checkpoint, nor a Hugging Face config.json, '
-                         f'nor adapters{hint}')
+                         'nor adapters; name a folder that does, such as checkpoint-500 inside')
     return first_intact(paths, load_checkpoint)
 
 

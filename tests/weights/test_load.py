@@ -192,14 +192,6 @@ def test_a_model_that_is_not_on_disk_is_one_sentence(cache):
     assert "'org/model' has no config.json on this disk" in error_of(shape_of, 'org/model')
 
 
-def test_a_folder_with_models_inside_names_one(tmp_path):
-    """Such as the checkpoint-500 of transformers' Trainer."""
-    inside = tmp_path / 'checkpoint-500'
-    inside.mkdir()
-    (inside / 'config.json').write_text('{}')
-    assert error_of(load_weights, str(tmp_path)).endswith(f'name a folder inside, such as {inside}')
-
-
 def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conversion(gpt2_folder):
     (gpt2_folder / 'tokenizer.model').write_bytes(b'')
     error = error_of(load_weights, str(gpt2_folder))
