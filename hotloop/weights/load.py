@@ -251,7 +251,7 @@ def read_tensors(folder, kind):
                          'AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER) '
                          'and AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)')
     total = re.search(r'-of-(\d+)\.safetensors$', paths[0])
-    if total and len(paths) < int(total[1]):
+    if total and len(paths) != int(total[1]):
         raise ValueError(f'{folder} has {len(paths)} of {int(total[1])} files of weights; download it again')
     found = {}
     for path in paths:
@@ -260,11 +260,7 @@ def read_tensors(folder, kind):
                 continue  # a buffer of an old version
             if kind == 'gpt2' and name.endswith(CONV1D):  # OpenAI's "Conv1D" stores (in, out)
                 tensor = tensor.t()
-            place = our_name(name, kind)
-            if place in found:
-                raise ValueError(f'{path} has {name} a second time; delete the shards that are not in '
-                                 'model.safetensors.index.json')
-            found[place] = tensor
+            found[our_name(name, kind)] = tensor
     weights = {}
     for name, place in sorted(found):
         weights.setdefault(name, []).append(found[name, place])
