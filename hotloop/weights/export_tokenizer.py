@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from itertools import pairwise
 
 from hotloop.data.bpe import BYTE_OF, GPT2_SPLIT
@@ -34,11 +33,7 @@ def tokenizer_files(tokenizer, template, max_length):
     ends = {tokenizer.eot, *tokenizer.stops}
     if template in CHATS:
         config['chat_template'] = chat_template(template, tokenizer.bos is not None)
-        end = TEMPLATES[template].assistant[1]
-        ends.add(tokenizer.specials.get(end))
-        if end and end not in tokenizer.specials:
-            print(f'note: {end} is no special id of the tokenizer, so other programs show it after an answer',
-                  file=sys.stderr)
+        ends.add(tokenizer.specials.get(TEMPLATES[template].assistant[1]))
     generation = {**theirs, 'eos_token_id': sorted(ends - {None}) or None}
     if tokenizer.bos is not None:
         generation['bos_token_id'] = tokenizer.bos

@@ -261,11 +261,6 @@ def test_texts_leave_a_model_its_own_chat_template_and_defaults(tmp_path, train_
         assert defaults == {'temperature': 0.6, 'bos_token_id': 7, 'eos_token_id': [256]}
 
 
-def test_the_end_of_an_answer_that_is_no_special_id_is_noted(tmp_path, capsys):
-    export(gpt(257), ByteTokenizer(), 'chatml', str(tmp_path / 'a'), torch.float32)
-    assert 'note: <|im_end|> is no special id' in capsys.readouterr().err
-
-
 def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     def write(path, tensors):
         raise OSError(errno.ENOSPC, 'No space left on device')
