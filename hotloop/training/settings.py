@@ -37,8 +37,6 @@ def setting_problems(cfg):
             wrong.append(f'{name}=0 must be above 0')
         if name in BELOW_1 and value >= 1:
             wrong.append(f'{name}={value} must be below 1')
-    if cfg.seed >= 2**62:
-        wrong.append(f'seed={cfg.seed} must be below 2^62')
     if not cfg.out_dir:
         wrong.append('out_dir is empty; name a folder, for example --out_dir=out')
     if not 0 < cfg.decay_fraction <= 1:
@@ -49,8 +47,6 @@ def setting_problems(cfg):
             if is_set and getattr(cfg, name) not in values:
                 wrong.append(f'{name}={getattr(cfg, name)!r} contradicts {setting}; remove {setting}, '
                              f'or use --{name}={values[0]}')
-    if cfg.dry_run and cfg.eval_only:
-        wrong.append('dry_run=True forecasts training; omit eval_only')
     is_open = cfg.time_budget is not None and cfg.max_epochs is None and cfg.max_iters == type(cfg).max_iters
     if is_open and 0 < cfg.warmup_iters < 1:
         wrong.append(f'warmup_iters={cfg.warmup_iters:g} is a fraction of steps that time_budget '
