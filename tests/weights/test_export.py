@@ -228,17 +228,6 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert error == f'export={folder} could not be written: File exists'
 
 
-def test_a_template_that_was_not_trained_here_stays_as_it_is(tmp_path):
-    """It may know tools or begin with a system prompt."""
-    jinja = '{{ tools }}<|im_start|>user'
-    export(gpt(257), ByteTokenizer(), 'none', str(tmp_path / 'a'), torch.float32)
-    (tmp_path / 'a' / 'chat_template.jinja').write_text(jinja)
-    for name, flags, is_kept in (('b', {}, True), ('c', dict(template='chatml'), False)):
-        assert main(init_from=tmp_path / 'a', export=tmp_path / name, **flags) == 0
-        config = json.loads((tmp_path / name / 'tokenizer_config.json').read_text())
-        assert (config['chat_template'] == jinja) == is_kept
-
-
 def test_texts_leave_a_model_its_own_chat_template_and_defaults(tmp_path, train_tiny):
     """Also as adapters, in a run and in a folder."""
     pytest.importorskip('tokenizers', reason='reads tokenizer.json')
@@ -252,13 +241,15 @@ def test_texts_leave_a_model_its_own_chat_template_and_defaults(tmp_path, train_
     tune = dict(init_from=base, dataset='own', data_dir=str(tmp_path), n_embd=16, block_size=8, max_iters=1)
     train_tiny('full', **tune)
     train_tiny('lora', **tune, lora_rank=2)
-    for source in ('full', 'lora', 'lora/adapter'):
+    for source in ('base', 'full', 'lora', 'lora/adapter'):
         folder = tmp_path / 'exports' / source.replace('/', '-')
         folder.parent.mkdir(exist_ok=True)
         assert main(init_from=tmp_path / source, export=folder) == 0
         assert json.loads((folder / 'tokenizer_config.json').read_text())['chat_template'] == jinja
         defaults = json.loads((folder / 'generation_config.json').read_text())
         assert defaults == {'temperature': 0.6, 'bos_token_id': 7, 'eos_token_id': [256]}
+    assert main(init_from=base, export=tmp_path / 'named', template='chatml') == 0
+    assert json.loads((tmp_path / 'named' / 'tokenizer_config.json').read_text())['chat_template'] != jinja
 
 
 def test_an_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
