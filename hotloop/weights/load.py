@@ -86,10 +86,8 @@ def load_run(source):
 def open_checkpoint(source):
     """Load (path, checkpoint) of a file, or of a run's first intact one: best.pt, ckpt.pt, older ones."""
     check_start(source)
-    if source.endswith('.gguf'):
-        raise ValueError(f'{source} is for llama.cpp and is not read; export the run to a folder instead')
-    if source.endswith(('.safetensors', '.json', 'model.bin')):
-        raise ValueError(f'{source} is part of a model; name its folder')
+    if source.endswith(('.safetensors', '.json', '.bin', '.gguf')):
+        raise ValueError(f'{source} is no checkpoint; name the folder of a model, which has a config.json')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     paths = checkpoint_paths(source, best=True)

@@ -165,14 +165,6 @@ def test_a_model_of_the_hub_is_found_without_a_network(gpt2_folder, cache, name,
     assert shape_of(full)['n_head'] == 2
 
 
-def test_adapters_of_the_hub_are_loaded_as_those_of_a_folder(tmp_path, cache, monkeypatch):
-    (tmp_path / 'adapter').mkdir()
-    (tmp_path / 'adapter' / 'adapter_config.json').write_text('{}')
-    place = put_into(cache, 'org/adapter', tmp_path / 'adapter')
-    monkeypatch.setattr('hotloop.weights.load.load_adapter', lambda folder: folder)
-    assert load_weights('org/adapter') == str(place)
-
-
 def test_the_number_of_shards_is_that_in_their_names(gpt2_folder):
     """Or of two sets, one is left from before."""
     first = gpt2_folder / 'model-00001-of-00001.safetensors'
