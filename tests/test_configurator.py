@@ -189,14 +189,6 @@ def test_of_two_settings_for_one_thing_the_stronger_place_wins(card, below, by_f
     assert {name: getattr(found.objects[0], name) for name in expected} == expected
 
 
-def test_of_two_files_the_later_one_wins(card):
-    """Also if they set two settings for one thing."""
-    paths = [card('max_epochs = 3\n', 'a.py'), card('max_iters = 4\n', 'b.py')]
-    for argv, expected in ((paths, (4, None)), (paths[::-1], (4, 3.0))):
-        found = configure(train.TrainConfig, argv=argv, pairs=train.PAIRS).objects[0]
-        assert (found.max_iters, found.max_epochs) == expected
-
-
 def test_all_problems_of_a_command_are_reported_together(card, monkeypatch):
     path = card("learing_rate = 1\nn_layer = 'x'\n")
     problems = refusal(path, 'missing.py', '--n_head=x', '--max_iters')
