@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from hotloop.system import host
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, first_intact, replacing
-from hotloop.system.text import first_line, shell
+from hotloop.system.text import first_line
 from hotloop.training.parallel import gather, is_sharded, shard_state
 from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.weights.load import check_records, load_checkpoint
@@ -153,11 +153,8 @@ class Checkpoints:
         """Load the newest intact checkpoint. Prints which are damaged; ValueError if all are."""
         paths = checkpoint_paths(self.folder)
         if not paths:
-            start = 'scratch'
-            best = os.path.join(self.folder, 'best.pt')
-            if os.path.exists(best):
-                start = best
-            raise ValueError(f'{self.folder} holds no checkpoint; start with {shell(f"--init_from={start}")}')
+            raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from=scratch, or from '
+                             'weights with --init_from=PATH')
         written = {path: os.stat(path).st_mtime_ns for path in paths}
         path, checkpoint = first_intact(paths, load_checkpoint)
         return Latest(checkpoint, path, paths[:paths.index(path)], written[path])
