@@ -104,8 +104,6 @@ class Server(ThreadingHTTPServer):
         asked, most = cfg.max_new_tokens, self.cfg.max_new_tokens
         if asked > most:
             raise ValueError(f'max_tokens={asked} exceeds the --max_new_tokens={most} of the server')
-        if body.get('stream') not in (None, True, False):
-            raise ValueError(f'stream={json.dumps(body["stream"])[:50]} must be true or false')
         for name, value in UNSUPPORTED.items():
             if body.get(name) not in (None, value):
                 raise ValueError(f'{name}={json.dumps(body[name])[:50]} is not supported')
