@@ -112,10 +112,10 @@ def open_sources(sources, cfg, spool):
 
 def note_test_files(files, val_files):
     """Say that files which are named as a test split are read as training text."""
-    names = [os.path.basename(file.name) for file in files]
+    names = '/'.join(file.name for file in files).split('/')  # also of folders
     tests = [name for name in names if re.match('(test|val|valid|validation|dev)(?![a-z])', name)]
     if tests and not val_files and any(name.startswith('train') for name in names):
-        print(f'note: {tests[0]} is text to train on, too; --val=FILE keeps a file out')
+        print(f'note: {tests[0]} is text to train on, too; --val=SOURCE keeps it out')
 
 
 # -----------------------------------------------------------------------------

@@ -207,6 +207,8 @@ def rows_in(file, text_field=None):
                     yield f'{file.path}, element {number}', row
                 return
             lines = text.split('\n')
+            if re.match(r'\s*\{\s*\n', text):  # one object, indented
+                lines = [text]
         if file.kind in ('json', 'jsonl'):
             yield from json_lines(lines, file.path, AS_TEXT)
         elif file.kind == 'csv':
@@ -319,13 +321,13 @@ def holdout_hash(key, seed):
 
 def hold_out(sizes, fraction):
     """
-    Choose hashes from {hash: bytes}: the lowest, up to the fraction of all bytes, but not all. One
-    above twice the fraction, or half of all bytes, stays in training, unless all are so large:
-    then the smallest is held out.
+    Choose hashes from {hash: bytes}: the lowest, up to the fraction of bytes, but not all. One above
+    twice the fraction, or half of all bytes, stays in training, and the fraction is that of the
+    others. If all are so large, the smallest is held out.
     """
-    wanted = fraction * sum(sizes.values())
-    largest = min(2 * wanted, sum(sizes.values()) / 2)
+    largest = min(2 * fraction, 1 / 2) * sum(sizes.values())
     candidates = sorted(key for key in sizes if sizes[key] <= largest)
+    wanted = fraction * sum(sizes[key] for key in candidates)
     if not candidates:
         candidates = sorted(sizes, key=lambda key: (sizes[key], key))[:1]
     held_out = set()

@@ -80,6 +80,7 @@ FOLDER_SUFFIXES = {  # of the files that a format reads in a folder; other forma
              '.toml', '.yaml', '.yml', '.ini', '.sql', '.sh', '.bat', '.py', '.pyi', '.c', '.h', '.cc',
              '.cpp', '.hpp', '.cu', '.cs', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb',
              '.php', '.pl', '.lua', '.r', '.jl', '.hs', '.ml', '.scala', '.swift')}
+DATASET_CARD = ('README.md', 'dataset_infos.json')  # beside the data, in a dataset of the hub
 FOLDER_SUFFIXES['text'] = FOLDER_SUFFIXES['auto']
 # below the standard library: test suites, installed packages and generated files
 NOT_STDLIB = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages',
@@ -126,11 +127,11 @@ def files_in_folder(folder, format):
         raise ValueError(f'{folder} holds .arrow files, as save_to_disk() of datasets writes; its '
                          'to_parquet(FILE) writes what is read here')
     paths = [path for path in found if not suffixes or suffix_of(path) in suffixes]
-    if any(suffix_of(path) in ('.parquet', '.jsonl') for path in paths):  # README.md is then a dataset's card
-        paths = [path for path in paths if os.path.basename(path) != 'README.md']
+    if any(suffix_of(path) in ('.parquet', '.jsonl') for path in paths):  # of the hub
+        paths = [path for path in paths if os.path.basename(path) not in DATASET_CARD]
     if not paths:
         raise ValueError(f'{folder} contains no files to read with format={format!r}; a pattern reads files '
-                         f'of another name: {shell(os.path.join(folder, "**", "*.SUFFIX"))}')
+                         f'of another name: {shell(os.path.join(folder, "**", "*"))}')
     if len(paths) < len(found) and format != 'functions':
         print(f'{folder}: {counted(len(found) - len(paths), "file")} of other names left out; a pattern '
               f'reads them: {shell(os.path.join(folder, "**", "*.SUFFIX"))}', file=sys.stderr)
@@ -154,8 +155,8 @@ def download_source(url, data_dir):
 
 def open_file(path, name, format='auto'):
     """Make the File of a path. Its kind is the format or, if auto, follows its suffix and content."""
-    if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar|arrow|pdf|docx?|epub)$', name.lower()):
-        raise ValueError(f'{name} cannot be read; unpack it, or convert it to text or rows')
+    if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar|arrow|pdf|docx?|xlsx?|pptx?|odt|epub|mobi)$', name.lower()):
+        raise ValueError(f'{path} cannot be read; unpack it, or convert it to text or rows')
     kind = format
     if format == 'auto':
         kind = KINDS.get(suffix_of(name), 'text')
@@ -217,7 +218,7 @@ def all_files(sources, format, data_dir, spool):
     files = [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
     if format == 'auto' and all(file.kind == 'text' and looks_like_json(file.path) for file in files):
         print(f'note: {sources[0]} looks like JSON and is read as plain text; --format=jsonl reads an object '
-              'on each line, --format=json a list of objects', file=sys.stderr)
+              'on each line, --format=json a list of objects, or one', file=sys.stderr)
     return files
 
 

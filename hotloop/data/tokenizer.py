@@ -187,7 +187,8 @@ class HFTokenizer(Tokenizer):
         model = file['model']
         is_bpe = model['type'] == 'BPE' and (self.byte_level or model['byte_fallback'])
         if not is_bpe or any(step.get('add_prefix_space') for step in steps):
-            raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma')
+            raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma, or adds a '
+                             'space before each text')
         self.space = 'never'  # added space: 'first' in a document, or 'always': after special ids too
         for step in steps:
             if step['type'] == 'Prepend':

@@ -33,9 +33,9 @@ from hotloop.data.sources import open_file, stdlib_files
 ROWS = [f'row {i} — ünï\n' * (i + 1) for i in range(12)]
 
 
-def read(*paths, text_field=None):
+def read(*paths, text_field=None, format='auto'):
     """The documents of files, as texts."""
-    files = [open_file(str(path), path.name, 'auto') for path in paths]
+    files = [open_file(str(path), path.name, format) for path in paths]
     texts = []
     for piece in documents_in(files, template_of(files, text_field=text_field), text_field):
         text = ''.join(text for text, *_ in piece.parts)
@@ -196,6 +196,8 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
     assert read(path) == ['[[1.5, 2], [3, 4]]']
     path.write_text('\n{"text": "a"} \n\n{"text": "b"}\n')
     assert read(path) == ['a', 'b']
+    path.write_text(json.dumps({'text': 'a'}, indent=1))
+    assert read(path, format='json') == ['a']
 
 
 @pytest.mark.parametrize('name, data, words', [
@@ -275,10 +277,13 @@ def test_documents_are_held_out_by_hash_to_make_up_the_fraction():
         for fraction in (0.01, 0.1, 0.5, 0.99):
             held_out = hold_out(sizes, fraction)
             assert 0 < len(held_out) < 6 and held_out == hold_out(dict(reversed(sizes.items())), fraction)
-            assert sum(sizes[h] for h in held_out) >= fraction * 2100 or len(held_out) == 5
-        choices.add(tuple(h in hold_out(sizes, 0.1) for h in sizes))
+            small = sum(size for size in sizes.values() if size <= min(2 * fraction, 0.5) * 2100)
+            assert sum(sizes[h] for h in held_out) >= fraction * small or len(held_out) == 5
+        choices.add(tuple(h in hold_out(sizes, 0.5) for h in sizes))
     assert len(choices) > 3
-    # A document of more than half of all bytes is for training.
-    assert hold_out({b'large': 100, b'small': 1, b'tiny': 0}, 0.5) == {b'small', b'tiny'}
+    # One of more than half of all bytes is for training, beside a share of the others.
+    notes = {bytes([i]): 1 for i in range(40)}
+    for size, fraction, number in ((100, 0.5, 20), (400, 0.1, 4)):
+        assert len(hold_out({b'book': size, **notes}, fraction)) == number
     # So is one of more than twice the fraction, unless there are no others.
     assert hold_out({b'a': 30, b'b': 10, b'c': 60}, 0.1) == {b'b'} == hold_out({b'a': 45, b'b': 10}, 0.01)

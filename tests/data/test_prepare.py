@@ -244,6 +244,14 @@ def test_files_of_one_name_in_several_folders_are_documents_of_their_own(tmp_pat
     assert len(documents['train']) + len(documents['val']) == 4 and documents['val']
 
 
+def test_a_test_split_in_a_folder_is_noted(tmp_path, make, capsys):
+    for name in ('train', 'test'):
+        (tmp_path / 'imdb' / name).mkdir(parents=True)
+        (tmp_path / 'imdb' / name / 'a.txt').write_text(f'a {name}')
+    make(tmp_path / 'imdb')
+    assert 'note: test is text to train on, too; --val=SOURCE' in capsys.readouterr().out
+
+
 def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('.', tmp_path.name),

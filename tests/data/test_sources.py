@@ -54,9 +54,10 @@ def test_the_name_decides_the_kind_unless_the_settings_do(tmp_path, files, name,
 def test_a_folder_is_its_text_files_in_order(tmp_path, files, capsys):
     """Hidden files and datasets are not entered; a format of rows takes all files."""
     make(tmp_path, 'b.txt', 'a/z.md', 'a/rows.jsonl', 'a/.hidden.txt', '.git/config.txt', 'image.png',
-         'README.md', 'shard.bin', 'data/x/meta.json', 'data/x/train.bin', 'data/x/notes.txt')
+         'README.md', 'dataset_infos.json', 'shard.bin', 'data/x/meta.json', 'data/x/train.bin',
+         'data/x/notes.txt')
     assert files(tmp_path) == [('a/rows.jsonl', 'jsonl'), ('a/z.md', 'text'), ('b.txt', 'text')]
-    assert '3 files of other names left out' in capsys.readouterr().err
+    assert '4 files of other names left out' in capsys.readouterr().err
     assert len(files(tmp_path, format='text')) == 3
     assert [name for name, _ in files(tmp_path, format='jsonl')] == [
         'a/rows.jsonl', 'a/z.md', 'b.txt', 'image.png', 'shard.bin']
@@ -82,12 +83,13 @@ def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
 
 @pytest.mark.parametrize('source, words', [
     ('nowhere.txt', 'is not a file, a folder or a pattern'), ('a.tar.gz', 'unpack it, or convert it'),
+    ('sheet.xlsx', 'convert it'),
     ('pictures', "no files to read with format='auto'"), ('set', 'no files to read'),
     ('saved', 'to_parquet')])
 def test_a_source_without_files_to_read(tmp_path, monkeypatch, files, source, words):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path, 'a.tar.gz', 'pictures/image.png', 'set/meta.json', 'set/train.bin', 'set/notes.txt',
-         'saved/data.arrow', 'saved/state.json')
+    make(tmp_path, 'a.tar.gz', 'sheet.xlsx', 'pictures/image.png', 'set/meta.json', 'set/train.bin',
+         'set/notes.txt', 'saved/data.arrow', 'saved/state.json')
     with pytest.raises(ValueError, match=words):
         files(source)
 
