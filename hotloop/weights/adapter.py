@@ -118,8 +118,6 @@ def read_adapter(folder):
     check_keys(config, SUPPORTED, f'{folder}/{CONFIG}')
     if not {'r', 'lora_alpha'} <= config.keys():
         raise ValueError(f"{folder}/{CONFIG} has no r and lora_alpha: it is not of peft's LoRA")
-    if not isinstance(config['r'], int) or config['r'] < 1:
-        raise ValueError(f'{folder}/{CONFIG}: r={config["r"]!r} is not a rank')
     lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
                       lora_rs=config.get('use_rslora', False))
     matrices = {}
@@ -138,7 +136,7 @@ def read_adapter(folder):
                              'blocks, and complete embeddings and heads')
         elif place[3] == 'A':
             B = tensors.get(name.replace('lora_A', 'lora_B'))
-            if B is None or not tensor.dim() == B.dim() == 2 or len(tensor) != B.size(1):
+            if B is None or not tensor.dim() == B.dim() == 2 or not len(tensor) == B.size(1) == config['r']:
                 raise ValueError(f'{folder}: {name} has no lora_B of its rank')
             matrices[int(place[1]), place[2]] = tensor.float(), B.float()
     if not (matrices or embeddings):

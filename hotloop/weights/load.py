@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from configurator import did_you_mean
-from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
+from hotloop.data.download import GPT2_OWNER, TOKENIZER_FILES, cached_config, hub_folder, is_hub_name
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of, template_of_record
 from hotloop.data.tokenizer_source import dataset_spec, known_template, read_optional, read_tokenizer_json
 from hotloop.system.distributed import print0
@@ -56,6 +56,9 @@ def load_weights(source):
         name = GPT2_OWNER + source if source in GPT2_SHAPES else source
         if is_hub_name(name):
             is_gpt2 = name.startswith(GPT2_OWNER)
+            folder = hub_folder(name, [*TOKENIZER_FILES, 'adapter_config.json'])
+            if not is_adapter(folder):
+                shape_of(folder)  # refuses other architectures before their gigabytes come
             source = hub_folder(name)
     if is_adapter(source):
         return load_adapter(source)
@@ -204,7 +207,7 @@ def open_base(record, path):
             return base
         problem = problem or f'its weights have changed (SHA-256 was {record["sha256"][:12]}...)'
     raise ValueError(f'{path} holds adapters of {name!r}: {problem}; restore it, or name a copy of it in '
-                     'adapter/adapter_config.json and use that folder')
+                     'the adapter_config.json of the adapters (of a run: in adapter/) and use that folder')
 
 
 # -----------------------------------------------------------------------------

@@ -165,6 +165,15 @@ def test_a_model_of_the_hub_is_found_without_a_network(gpt2_folder, cache, name,
     assert shape_of(full)['n_head'] == 2
 
 
+def test_an_unsupported_model_of_the_hub_is_refused_before_its_weights_come(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr('hotloop.weights.load.hub_folder', lambda *args: asked.append(args) or str(tmp_path))
+    (tmp_path / 'config.json').write_text('{"model_type": "phi3"}')
+    assert 'model_type=phi3 is not supported' in error_of(load_weights, 'org/phi')
+    (_, patterns), = asked
+    assert 'config.json' in patterns and 'model.safetensors' not in patterns
+
+
 def test_the_number_of_shards_is_that_in_their_names(gpt2_folder):
     """Or of two sets, one is left from before."""
     first = gpt2_folder / 'model-00001-of-00001.safetensors'

@@ -172,8 +172,8 @@ def test_what_merged_cannot_do_is_refused(tmp_path, name, value):
     assert f'{tmp_path}/adapter_config.json: {name}={value} is not supported' in error
     (tmp_path / CONFIG).write_text('{"fine_tune_type": "lora"}')  # of mlx-lm
     assert 'has no r and lora_alpha' in error_of(read_adapter, tmp_path)
-    (tmp_path / CONFIG).write_text(json.dumps({**config, 'r': 0}))
-    assert 'r=0 is not a rank' in error_of(read_adapter, tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps({**config, 'r': 16}))
+    assert 'has no lora_B of its rank' in error_of(read_adapter, tmp_path)
     (tmp_path / CONFIG).write_text(json.dumps(config))
     tensors = read_safetensors(tmp_path / TENSORS)
     write_safetensors(tmp_path / TENSORS, tensors | {'base_model.model.x.lora_magnitude_vector': IDS})
