@@ -108,6 +108,8 @@ class SampleConfig:
         for name in ('chat', 'serve', 'export'):
             if self.output != 'text' and getattr(self, name):
                 problems.append(f'output={self.output} has no effect with {name}; omit it')
+        if self.diagnose and self.quantize != 'none':
+            problems.append(f'quantize={self.quantize} has no effect with diagnose; omit it')
         if self.run_code and not self.eval_code:
             problems.append('run_code=True needs eval_code, the file with the tasks')
         if self.export and self.quantize != 'none' and not self.export.endswith('.gguf'):
@@ -124,9 +126,12 @@ def read_prompts(start):
     file of rows. Returns [(prompt as given, [(role, text)], template that suits a row or None)].
     """
     if start == '-':
-        start = sys.stdin.buffer.read().decode('utf-8-sig')
+        try:
+            start = sys.stdin.buffer.read().decode('utf-8-sig')
+        except UnicodeDecodeError as e:
+            raise ValueError(f'the input is not UTF-8: {e}') from None
     elif start.startswith('FILE:'):
-        path = start.removeprefix('FILE:')
+        path = os.path.expanduser(start.removeprefix('FILE:'))
         if os.path.isfile(path):  # a pipe can be read only once
             file = open_file(path, path)
             if file.kind in ('json', 'jsonl', 'csv', 'parquet'):
@@ -142,10 +147,12 @@ def read_prompts(start):
 def sample(opened, cfg):
     """Print samples of each prompt, in order."""
     rows = read_prompts(cfg.start)
+    if not rows:
+        raise ValueError(f'start={cfg.start!r} holds no prompt')
     chars = getattr(opened.tokenizer, 'chars', '\n')
     if cfg.start == '\n' and '\n' not in chars:  # trained on rows of one line
         rows = [prompt_of('', '')]
-    if opened.template in CHATS and cfg.template == 'auto' and rows and rows[0][2] is None:
+    if opened.template in CHATS and cfg.template == 'auto' and rows[0][2] is None:
         print(f'note: this model has a chat template: give --chat, or --template={opened.template} for one '
               'question', file=sys.stderr)
     for text, piece in write(opened, make_prompts(opened, rows, cfg), cfg):
@@ -211,10 +218,7 @@ def chat(opened, cfg):
         prompt = Prompt('', '', ids, split_stops(cfg.stop, template), is_answer=True)
         for text, piece in write(opened, [prompt], cfg):
             print(piece, end='\n' if text.finish else '', flush=True)
-        answer = text.text
-        if '</think>' in answer:  # earlier thoughts leave, as in the templates of Qwen 3 and DeepSeek R1
-            answer = answer.rpartition('</think>')[2].lstrip()
-        turns.append(('assistant', answer))
+        turns.append(('assistant', text.text))
         cfg = replace(cfg, seed=cfg.seed + 1)
 
 

@@ -65,11 +65,20 @@ def turn_ids(tokenizer, turns, template):
     return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
 
 
+def without_thoughts(role, text):
+    """Return a turn; earlier thoughts leave, as in the templates of Qwen 3 and DeepSeek R1."""
+    if role == 'assistant' and '</think>' in text:
+        text = text.rpartition('</think>')[2].lstrip()
+    return role, text
+
+
 def fit_turns(opened, turns, template, max_new_tokens):
     """
-    Drop the oldest turns after the system prompt, if there is one, until the rest leaves room for the
-    answer in the context. Returns (turns, ids). Raises ValueError if the last message alone is too long.
+    Drop thoughts, and the oldest turns after the system prompt, if there is one, until the rest leaves room
+    for the answer in the context. Returns (turns, ids). Raises ValueError if the last message alone is too
+    long.
     """
+    turns = [without_thoughts(*turn) for turn in turns]
     size = opened.gpt.config.block_size
     limit = size - min(max_new_tokens, size // 4)
     system = [turn for turn in turns[:1] if turn[0] == 'system']

@@ -21,7 +21,7 @@ from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.inference.generate import Sampling
 from hotloop.inference.quantize import Int8Linear
-from hotloop.inference.texts import certain_text, sampling_of, split_stops
+from hotloop.inference.texts import certain_text, fit_turns, sampling_of, split_stops
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 
@@ -94,7 +94,7 @@ def test_a_prompt_comes_from_a_pipe(tmp_path):
     ('a.JSONL', b'\xef\xbb\xbf"cab\\n"\n\n"b"', ['cab\n', 'b']),
     ('a.csv', b'id,prompt\n1,cab\n', ['cab']), ('a.json', b'[{"prompt": "cab"}]', ['cab']),
     ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}', mtime=0), ['cab\n']),
-    ('p.txt', b'caf\xe9', 'p.txt'), ('-', b'caf\xe9', 'position 3'),
+    ('p.txt', b'caf\xe9', 'p.txt'), ('-', b'caf\xe9', 'the input is not UTF-8'),
     ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2'), ('p.jsonl', b'7', 'line 1'),
     ('p.jsonl', b'{"prompt"', 'line 1 is not JSON'), ('p.jsonl', b'{"messages": []}', 'line 1'),
     ('p.txt', None, 'No such file')])
@@ -117,11 +117,24 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     (dict(top_p=1.5, min_p=-1), 'top_p=1.5 must be from 0 to 1\nmin_p=-1.0'),
     (dict(export=''), "export='' names no file"), (dict(serve=8, compile=True), 'no effect with serve'),
     (dict(chat=True, output='jsonl'), 'output=jsonl has no effect'),
+    (dict(diagnose=True, quantize='int8'), 'quantize=int8 has no effect'),
     (dict(device='tpu'), "device='tpu'"), (dict(out_dir='a/none'), "a/none' does not exist"),
     (dict(compile=True), 'compile=True')])
 def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):
     monkeypatch.setattr('hotloop.system.device.try_compile', lambda device: 'no compiler')
     assert words in error_of(main, **{'out_dir': out, **flags})
+
+
+def test_a_file_without_prompts_is_an_error(out):
+    (out / 'p.jsonl').write_text('')
+    assert 'holds no prompt' in error_of(main, out_dir=out, start=f'FILE:{out / "p.jsonl"}')
+
+
+def test_earlier_answers_leave_their_thoughts():
+    opened = types.SimpleNamespace(gpt=gpt(257, block_size=99), tokenizer=ByteTokenizer())
+    turns = [('user', 'a'), ('assistant', '<think>\nh\n</think>\n\nb'), ('user', '</think>')]
+    turns, ids = fit_turns(opened, turns, 'plain', 9)
+    assert turns == [('user', 'a'), ('assistant', 'b'), ('user', '</think>')] and len(ids) < 99
 
 
 def test_the_number_of_samples_and_the_end_of_a_long_prompt(draw):

@@ -221,6 +221,7 @@ CHAT = '/v1/chat/completions'
     ('base', dict(path='/x', method='GET'), 404, '/x does not exist'),
     ('base', dict(body='{"a"'), 400, 'is not JSON'), ('base', dict(body='[1]'), 400, 'object'),
     ('base', dict(body='[' * 10**5), 400, 'is not JSON'),
+    ('base', dict(messages=[USER]), 400, 'messages are for'),
     ('base', dict(prompt=['a', 'b']), 400, 'prompt must be'),
     ('base', dict(temperature=-1), 400, 'temperature=-1.0'), ('base', dict(seed=0.5), 400, 'seed: expected'),
     ('base', dict(max_tokens=LONG + 1), 400, '--max_new_tokens'), ('base', dict(n=2), 400, 'n=2 is not'),
