@@ -53,7 +53,7 @@ from hotloop.system.device import (
 from hotloop.system.distributed import Env, print0
 from hotloop.system.files import checkpoint_paths
 from hotloop.system.signals import StopRequest
-from hotloop.system.text import shell, short
+from hotloop.system.text import counted, shell, short
 from hotloop.training.checkpoint import OPTIMIZERS, Checkpoints, RunState, checkpoint_of, restore, state_from
 from hotloop.training.dataloader import Batches, open_split, share_batch, upload
 from hotloop.training.evaluate import evaluate_both, reads_other_windows
@@ -146,6 +146,9 @@ class TrainConfig:
 
 # (first, second): if second is set, first has no effect; first alone, in a flag or a later file, unsets it
 PAIRS = ('max_iters', 'max_epochs'), ('eval_tokens', 'eval_iters')
+# {setting: (another, the value of it without which the first has no effect)}
+NEEDS = dict.fromkeys(('muon_lr', 'muon_momentum', 'embed_lr'), ('optimizer', 'muon'))
+NEEDS |= {'decay_fraction': ('lr_schedule', 'linear')}
 MODEL_SETTINGS = {f.name for f in dataclasses.fields(GPTConfig)} - set(TRAINING_ONLY)
 ADAPTER_SETTINGS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
 # a resume cannot change these, nor the data, which compare_record() compares
@@ -199,6 +202,11 @@ def read_settings(argv=None):
     found = read(argv=argv, derived=derived, check=False)
     model, lora, cfg = found.objects
     if latest:
+        began = latest.checkpoint.get('config', {}).get('init_from')
+        if 'init_from' in found.given and began and cfg.init_from not in ('resume', began):
+            raise ValueError(f'{found.given["init_from"]}: init_from={cfg.init_from!r}, but the run in '
+                             f'{cfg.out_dir} began from {began!r}; give a new run another --out_dir, or omit '
+                             '--init_from')
         fixed = set(FIXED_ON_RESUME)
         if 'data' not in latest.checkpoint:  # nanoGPT's records none
             fixed.add('dataset')
@@ -213,10 +221,11 @@ def read_settings(argv=None):
     if cfg.time_budget is not None and place and cfg.lr_schedule != 'linear':
         raise ValueError(f'{place}: lr_schedule={cfg.lr_schedule!r} contradicts time_budget, whose decay is '
                          'linear; use --lr_schedule=linear, or remove time_budget')
-    for name in ('muon_lr', 'muon_momentum', 'embed_lr'):  # a card may have them for another optimizer
-        if found.given.get(name) == f'--{name}' and cfg.optimizer != 'muon':
-            raise ValueError(f'--{name} has no effect with optimizer={cfg.optimizer!r}; omit it, or add '
-                             '--optimizer=muon')
+    for name, (setting, value) in NEEDS.items():  # a card may have them for another optimizer
+        is_off = getattr(cfg, setting) != value and (cfg.time_budget is None or value != 'linear')
+        if found.given.get(name) == f'--{name}' and is_off:
+            raise ValueError(f'--{name} has no effect with {setting}={getattr(cfg, setting)!r}; omit it, or '
+                             f'add --{setting}={value}')
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises if it cannot be shared
     return Settings(model, lora, cfg, found.given, latest)
@@ -362,7 +371,7 @@ class Start(NamedTuple):
 
 def build_model(settings, dataset, env):
     """Make the model on the CPU: new, or from a checkpoint or weights. Returns a Start."""
-    model_cfg, cfg, given, meta = settings.model, settings.train, settings.given, dataset.meta
+    model_cfg, cfg, meta = settings.model, settings.train, dataset.meta
     checkpoint = settings.latest.checkpoint if settings.latest else {}
     if not checkpoint and cfg.init_from == 'scratch':
         size = meta['vocab_size']  # a guess for bins that have no meta file of ours ('foreign')
@@ -374,7 +383,7 @@ def build_model(settings, dataset, env):
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
         return Start(GPT(config), {}, None)
-    override = {name: getattr(model_cfg, name) for name in TRAINING_ONLY if checkpoint or name in given}
+    override = {name: getattr(model_cfg, name) for name in TRAINING_ONLY}
     if checkpoint and not settings.lora.lora_rank:
         model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], **override)
         return Start(model, checkpoint, None)
@@ -594,6 +603,9 @@ def decide_length(run, schedule, deadline, meter, checkpoints):
     state.decay_start, state.max_iters = step, last_step
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, state)
     print0(f'time budget: decaying the learning rate over steps {step:,}-{last_step:,}')
+    if step < schedule.warmup_iters:
+        print0(f'note: it decays before the end of its warmup of {counted(schedule.warmup_iters, "step")}; '
+               'give a lower --warmup_iters')
     if env.rank == 0:
         write_config(cfg.out_dir, run.record['config'], schedule)
     return schedule
@@ -683,6 +695,10 @@ def open_folders(run, schedule, checkpoints, latest):
     if run.env.rank:
         return []
     if cfg.mirror_dir:  # tried first: if it cannot be used, the older run stays in out_dir
+        parent = os.path.dirname(os.path.realpath(cfg.mirror_dir))
+        if not os.path.isdir(parent):  # or the copy would be on the disk below an unmounted drive
+            raise ValueError(f'the parent of mirror_dir={cfg.mirror_dir!r} does not exist; mount the drive, '
+                             f'or make {parent}')
         open_folder('mirror_dir', cfg.mirror_dir, is_new=False).close()
     locks = [open_folder('out_dir', cfg.out_dir, latest is None)]
     if latest:

@@ -118,9 +118,9 @@ class Server(ThreadingHTTPServer):
                 raise ValueError('messages must be a list of {"role": ..., "content": ...} with a user turn')
             _, ids = fit_turns(self.opened, turns, template, cfg.max_new_tokens)  # may drop the oldest
         else:
-            if 'messages' in body:
-                raise ValueError(f'messages are for {CHAT}; {COMPLETIONS} takes a prompt')
             prompt = body.get('prompt')
+            if prompt is None and 'messages' in body:
+                raise ValueError(f'messages are for {CHAT}; {COMPLETIONS} takes a prompt')
             if isinstance(prompt, list) and len(prompt) == 1:  # LangChain sends one as a list
                 prompt = prompt[0]
             ids = prompt_ids(tokenizer, check_text(prompt, 'prompt'))

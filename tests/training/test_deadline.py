@@ -51,6 +51,11 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
+def test_a_budget_that_ends_within_the_warmup_is_noted(train_tiny, clock, capsys):
+    train_tiny(**FEW, time_budget=1, warmup_iters=500)
+    assert 'before the end of its warmup of 500 steps' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('minutes, fraction', [(1, 0.5), pytest.param(3, 0.2, marks=pytest.mark.slow)])
 def test_a_run_ends_on_time_with_a_decayed_rate(train_tiny, tmp_path, clock, minutes, fraction):
     """Its config.py repeats it without a clock."""

@@ -181,7 +181,8 @@ def test_a_resumed_run_does_not_replace_another_run_in_a_mirror(tmp_path, train_
 def test_a_refused_mirror_moves_no_run_aside(tmp_path, train_tiny):
     train_tiny(max_iters=1)
     (tmp_path / 'file').touch()
-    assert 'mirror_dir=' in error_of(train_tiny, max_iters=1, mirror_dir=tmp_path / 'file')
+    for name, words in (('file', 'mirror_dir='), ('drive/run', 'mount the drive')):
+        assert words in error_of(train_tiny, max_iters=1, mirror_dir=tmp_path / name)
     assert (tmp_path / 'out' / 'ckpt.pt').exists() and not (tmp_path / 'out.1').exists()
 
 

@@ -249,13 +249,14 @@ def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, mo
 # settings, commands, processes
 
 def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_path):
-    """A folder (best.pt first) or a file; learning rate 0 shows what was loaded."""
-    train_tiny('base', max_iters=2)
+    """A folder (best.pt first) or a file; learning rate 0 shows what was loaded, without its dropout."""
+    train_tiny('base', max_iters=2, dropout=0.5)
     for number, source in enumerate(('base', 'base/ckpt.pt')):
         train_tiny(f'tuned{number}', init_from=tmp_path / source, max_iters=1, learning_rate=1e-30, min_lr=0)
         tuned = load(tmp_path / f'tuned{number}' / 'ckpt.pt')
         base = load(tmp_path / ('base/ckpt.pt' if number else 'base/best.pt'))
         assert tuned['iter_num'] == 1 and same(tuned['model'], base['model'])
+        assert tuned['config']['dropout'] == 0.0
     torch.save(load(tmp_path / 'base' / 'best.pt') | {'template': 'chatml'}, tmp_path / 'base' / 'best.pt')
     train_tiny('short', init_from=tmp_path / 'base', block_size=8, max_iters=1)
     short = load(tmp_path / 'short' / 'ckpt.pt')
@@ -299,6 +300,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget; .*--decay_lr=True'),
     (dict(muon_lr=0.1), "--muon_lr has no effect with optimizer='adamw'"),
+    (dict(decay_fraction=0.1), "--decay_fraction has no effect with lr_schedule='cosine'"),
     (dict(time_budget=1, lr_schedule='cosine'), "lr_schedule='cosine' contradicts"),
     (dict(time_budget=1, max_iters=600000, warmup_iters=0.1), 'warmup_iters=0.1 is a fraction'),
     (dict(decay_fraction=0), 'decay_fraction=0.0'), (dict(save_minutes=-1), 'save_minutes=-1.0'),
