@@ -202,11 +202,13 @@ def read_settings(argv=None):
     found = read(argv=argv, derived=derived, check=False)
     model, lora, cfg = found.objects
     if latest:
-        began = latest.checkpoint.get('config', {}).get('init_from')
-        if 'init_from' in found.given and began and cfg.init_from not in ('resume', began):
+        began = latest.checkpoint.get('config', {}).get('init_from', 'resume')  # as older ones record, too
+        names_weights = 'init_from' in found.given and 'resume' not in (began, cfg.init_from)
+        differs = os.path.realpath(began) != os.path.realpath(cfg.init_from)
+        if names_weights and differs and not cfg.eval_only:
             raise ValueError(f'{found.given["init_from"]}: init_from={cfg.init_from!r}, but the run in '
-                             f'{cfg.out_dir} began from {began!r}; give a new run another --out_dir, or omit '
-                             '--init_from')
+                             f'{cfg.out_dir} began from {began!r}; continue it with --init_from=resume, or '
+                             'give a new run another --out_dir')
         fixed = set(FIXED_ON_RESUME)
         if 'data' not in latest.checkpoint:  # nanoGPT's records none
             fixed.add('dataset')
@@ -221,9 +223,11 @@ def read_settings(argv=None):
     if cfg.time_budget is not None and place and cfg.lr_schedule != 'linear':
         raise ValueError(f'{place}: lr_schedule={cfg.lr_schedule!r} contradicts time_budget, whose decay is '
                          'linear; use --lr_schedule=linear, or remove time_budget')
-    for name, (setting, value) in NEEDS.items():  # a card may have them for another optimizer
-        is_off = getattr(cfg, setting) != value and (cfg.time_budget is None or value != 'linear')
-        if found.given.get(name) == f'--{name}' and is_off:
+    for name, (setting, value) in NEEDS.items():
+        is_off = getattr(cfg, setting) != value
+        if setting == 'lr_schedule' and cfg.time_budget is not None:  # whose decay is linear
+            is_off = False
+        if found.given.get(name) == f'--{name}' and is_off:  # a card may have it for another value
             raise ValueError(f'--{name} has no effect with {setting}={getattr(cfg, setting)!r}; omit it, or '
                              f'add --{setting}={value}')
     world = int(os.environ.get('WORLD_SIZE', '1'))
@@ -617,7 +621,8 @@ def meta_model(settings, dataset):
     with torch.device('meta'):
         if not model_args:
             return build_model(settings, dataset, Env()).model
-        model = GPT(config_from(model_args))
+        override = {name: getattr(settings.model, name) for name in TRAINING_ONLY}
+        model = GPT(dataclasses.replace(config_from(model_args), **override))
         adapt_shape(model, settings, settings.train.init_from)
     return model
 
@@ -697,8 +702,8 @@ def open_folders(run, schedule, checkpoints, latest):
     if cfg.mirror_dir:  # tried first: if it cannot be used, the older run stays in out_dir
         parent = os.path.dirname(os.path.realpath(cfg.mirror_dir))
         if not os.path.isdir(parent):  # or the copy would be on the disk below an unmounted drive
-            raise ValueError(f'the parent of mirror_dir={cfg.mirror_dir!r} does not exist; mount the drive, '
-                             f'or make {parent}')
+            raise ValueError(f'the parent of mirror_dir={cfg.mirror_dir!r} is no folder; mount the drive, or '
+                             f'make {parent}')
         open_folder('mirror_dir', cfg.mirror_dir, is_new=False).close()
     locks = [open_folder('out_dir', cfg.out_dir, latest is None)]
     if latest:

@@ -172,8 +172,12 @@ def test_the_cells_of_readme_run_from_a_fresh_folder(tmp_path, monkeypatch):
         assert old in text
         text = text.replace(old, new)
     mounted = []
+
+    def mount(place):
+        mounted.append(place)
+        drive.mkdir()
     colab = types.ModuleType('google.colab')
-    colab.drive = types.SimpleNamespace(mount=mounted.append)
+    colab.drive = types.SimpleNamespace(mount=mount)
     monkeypatch.setitem(sys.modules, 'google', types.ModuleType('google'))
     monkeypatch.setitem(sys.modules, 'google.colab', colab)
     monkeypatch.setenv('PATH', os.pathsep.join((os.path.dirname(sys.executable), os.environ['PATH'])))

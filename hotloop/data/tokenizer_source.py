@@ -95,8 +95,8 @@ def tokenizer_at(path, data_dir):
     if os.path.basename(path) == 'tokenizer.json':
         path = os.path.dirname(path) or '.'
     if path.endswith(('.json', '.model', '.bpe', '.tiktoken')) and os.path.isfile(path):
-        raise ValueError(f'{path}: of files with a tokenizer only tokenizer.json is read; rename a file of '
-                         'that form. transformers makes one: '
+        raise ValueError(f'{path}: of files with a tokenizer only tokenizer.json is read; rename one to '
+                         'that, if it has this form; transformers makes one: '
                          'AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)')
     names = os.listdir(path) if os.path.isdir(path) else []
     if 'adapter_config.json' in names:

@@ -267,7 +267,7 @@ def open_split(datasets, name, T, pack_rows=False):
         split = Split(dataset.folder, name, dataset.meta, T, masks_documents=pack_rows)
         if split.num_tokens <= T:
             raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for block_size={T}; '
-                             'lower --block_size, or prepare more text')
+                             'lower --block_size, or prepare more text, such as --val=FILE')
         splits.append(split)
     if len(splits) == 1:
         return splits[0]

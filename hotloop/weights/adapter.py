@@ -137,7 +137,7 @@ def read_adapter(folder):
         elif place[3] == 'A':
             B = tensors.get(name.replace('lora_A', 'lora_B'))
             if B is None or not tensor.dim() == B.dim() == 2 or not len(tensor) == B.size(1) == config['r']:
-                raise ValueError(f'{folder}: {name} has no lora_B of its rank')
+                raise ValueError(f'{folder}: {name} and its lora_B are not of the rank r={config["r"]!r}')
             matrices[int(place[1]), place[2]] = tensor.float(), B.float()
     if not (matrices or embeddings):
         raise ValueError(f'{folder}/{TENSORS} has no adapters')

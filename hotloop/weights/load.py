@@ -96,7 +96,7 @@ def open_checkpoint(source):
     paths = checkpoint_paths(source, best=True)
     if not paths:
         raise ValueError(f'{source!r} holds neither a checkpoint, nor a Hugging Face config.json, '
-                         'nor adapters; name a folder that does, such as checkpoint-500 inside')
+                         'nor adapters; name a folder that does, perhaps one inside it')
     return first_intact(paths, load_checkpoint)
 
 
@@ -253,7 +253,8 @@ def read_tensors(folder, kind):
                          'and AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)')
     total = re.search(r'-of-(\d+)\.safetensors$', paths[0])
     if total and len(paths) != int(total[1]):
-        raise ValueError(f'{folder} has {len(paths)} of {int(total[1])} files of weights; download it again')
+        raise ValueError(f'{folder} has {len(paths)} of {int(total[1])} files of weights; delete those that '
+                         'model.safetensors.index.json does not list, or download it again')
     found = {}
     for path in paths:
         for name, tensor in read_safetensors(path).items():
@@ -348,8 +349,7 @@ def adapt_shape(model, settings, name):
         model.crop_block_size(asked['block_size'])
     wrong = []
     for field, has in dataclasses.asdict(model.config).items():
-        is_shape = field not in ('dropout', 'label_smoothing')
-        if is_shape and field in given and asked[field] not in (None, has):
+        if field in given and asked[field] not in (None, has):
             or_less = ' or less' if field == 'block_size' else ''
             wrong.append(f'{given[field]}: {field}={asked[field]!r}, but {name} has {has!r}; use '
                          f'--{field}={has}{or_less}')

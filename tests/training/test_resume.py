@@ -202,6 +202,8 @@ def test_config_py_of_a_run_repeats_it(train_tiny, halves, tmp_path):
     train.main([str(tmp_path / 'a' / 'config.py'), f'--out_dir={tmp_path / "b"}'])
     assert_equal_runs(tmp_path / 'a', tmp_path / 'b')
     assert "began from '" in error_of(train_tiny, 'a', init_from='gpt2', resume=True)
+    again = f'{halves}/./whole/ckpt.pt'
+    assert train_tiny('a', init_from=again, resume=True, optimizer='muon', max_iters=4) == 0
     before = (tmp_path / 'b' / 'config.py').read_text()
     train_tiny('b', init_from='resume', max_iters=2, learning_rate=0.5)  # there is nothing to do
     assert (tmp_path / 'b' / 'config.py').read_text() == before

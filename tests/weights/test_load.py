@@ -172,6 +172,9 @@ def test_an_unsupported_model_of_the_hub_is_refused_before_its_weights_come(tmp_
     assert 'model_type=phi3 is not supported' in error_of(load_weights, 'org/phi')
     (_, patterns), = asked
     assert 'config.json' in patterns and 'model.safetensors' not in patterns
+    (tmp_path / 'adapter_config.json').write_text('{}')  # adapters, whose base may have any form
+    monkeypatch.setattr('hotloop.weights.load.load_adapter', lambda folder: folder)
+    assert load_weights('org/phi') == str(tmp_path)
 
 
 def test_the_number_of_shards_is_that_in_their_names(gpt2_folder):

@@ -173,13 +173,13 @@ def test_what_merged_cannot_do_is_refused(tmp_path, name, value):
     (tmp_path / CONFIG).write_text('{"fine_tune_type": "lora"}')  # of mlx-lm
     assert 'has no r and lora_alpha' in error_of(read_adapter, tmp_path)
     (tmp_path / CONFIG).write_text(json.dumps({**config, 'r': 16}))
-    assert 'has no lora_B of its rank' in error_of(read_adapter, tmp_path)
+    assert 'lora_B are not of the rank' in error_of(read_adapter, tmp_path)
     (tmp_path / CONFIG).write_text(json.dumps(config))
     tensors = read_safetensors(tmp_path / TENSORS)
     write_safetensors(tmp_path / TENSORS, tensors | {'base_model.model.x.lora_magnitude_vector': IDS})
     assert 'lora_magnitude_vector is not supported' in error_of(read_adapter, tmp_path)
     write_safetensors(tmp_path / TENSORS, {name: w for name, w in tensors.items() if 'lora_A' in name})
-    assert 'has no lora_B of its rank' in error_of(read_adapter, tmp_path)
+    assert 'lora_B are not of the rank' in error_of(read_adapter, tmp_path)
     write_safetensors(tmp_path / TENSORS, {name: w for name, w in tensors.items() if 'lora_B' in name})
     assert 'has no adapters' in error_of(read_adapter, tmp_path)
 
