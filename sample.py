@@ -52,6 +52,9 @@ RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temper
           'top_k': (1, math.inf), 'top_p': (0, 1), 'min_p': (0, 1),
           'repetition_penalty': (0.01, 100), 'dry': (0, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
           'serve': (0, 65535)}  # 0: False
+# {setting: the commands that it does nothing for}
+NO_EFFECT = {'compile': ('serve', 'score', 'diagnose', 'export'), 'output': ('chat', 'serve', 'export'),
+             'quantize': ('diagnose',)}
 DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 
 
@@ -102,14 +105,11 @@ class SampleConfig:
         problems += [f"{name}='' names no file" for name in COMMANDS if getattr(self, name) == '']
         if len(commands) > 1:
             problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
-        for name in ('serve', 'score', 'diagnose', 'export'):
-            if self.compile and getattr(self, name):
-                problems.append(f'compile=True has no effect with {name}, which compiles nothing; omit it')
-        for name in ('chat', 'serve', 'export'):
-            if self.output != 'text' and getattr(self, name):
-                problems.append(f'output={self.output} has no effect with {name}; omit it')
-        if self.diagnose and self.quantize != 'none':
-            problems.append(f'quantize={self.quantize} has no effect with diagnose; omit it')
+        for name, without in NO_EFFECT.items():
+            value = getattr(self, name)
+            for command in without:
+                if value != getattr(SampleConfig, name) and getattr(self, command):
+                    problems.append(f'{name}={value} has no effect with {command}; omit it')
         if self.run_code and not self.eval_code:
             problems.append('run_code=True needs eval_code, the file with the tasks')
         if self.export and self.quantize != 'none' and not self.export.endswith('.gguf'):

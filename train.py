@@ -202,24 +202,41 @@ def read_settings(argv=None):
     found = read(argv=argv, derived=derived, check=False)
     model, lora, cfg = found.objects
     if latest:
-        began = latest.checkpoint.get('config', {}).get('init_from', 'resume')  # as older ones record, too
-        names_weights = 'init_from' in found.given and 'resume' not in (began, cfg.init_from)
-        differs = os.path.realpath(began) != os.path.realpath(cfg.init_from)
-        if names_weights and differs and not cfg.eval_only:
-            raise ValueError(f'{found.given["init_from"]}: init_from={cfg.init_from!r}, but the run in '
-                             f'{cfg.out_dir} began from {began!r}; continue it with --init_from=resume, or '
-                             'give a new run another --out_dir')
-        fixed = set(FIXED_ON_RESUME)
-        if 'data' not in latest.checkpoint:  # nanoGPT's records none
-            fixed.add('dataset')
-        had_budget = derived.get('time_budget') is not None
-        has_decayed = state_from(latest.checkpoint).max_iters is not None
-        if cfg.time_budget is not None and (has_decayed or not had_budget):  # --time_budget=None is allowed
-            fixed.add('time_budget')
-        compare_settings(found.objects, found.given, derived, fixed)
+        check_resume(found, derived, latest.checkpoint)
     check_problems(found.objects)
     check_lora(lora, cfg, found.given, is_new=latest is None)
-    place = found.given.get('lr_schedule')
+    check_effects(found.given, cfg)
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises if it cannot be shared
+    return Settings(model, lora, cfg, found.given, latest)
+
+
+def check_resume(found, derived, checkpoint):
+    """
+    Print the given settings that differ from `derived`, those of the checkpoint. Raises ValueError for those
+    that cannot change.
+    """
+    _, _, cfg = found.objects
+    began = checkpoint.get('config', {}).get('init_from', 'resume')  # as older ones record, too
+    names_weights = 'init_from' in found.given and 'resume' not in (began, cfg.init_from)
+    differs = os.path.realpath(began) != os.path.realpath(cfg.init_from)
+    if names_weights and differs and not cfg.eval_only:
+        raise ValueError(f'{found.given["init_from"]}: init_from={cfg.init_from!r}, but the run in '
+                         f'{cfg.out_dir} began from {began!r}; continue it with --init_from=resume, or '
+                         'give a new run another --out_dir')
+    fixed = set(FIXED_ON_RESUME)
+    if 'data' not in checkpoint:  # nanoGPT's records none
+        fixed.add('dataset')
+    had_budget = derived.get('time_budget') is not None
+    has_decayed = state_from(checkpoint).max_iters is not None
+    if cfg.time_budget is not None and (has_decayed or not had_budget):  # --time_budget=None is allowed
+        fixed.add('time_budget')
+    compare_settings(found.objects, found.given, derived, fixed)
+
+
+def check_effects(given, cfg):
+    """Raise ValueError if a setting that the command gives has no effect, or contradicts the time budget."""
+    place = given.get('lr_schedule')
     if cfg.time_budget is not None and place and cfg.lr_schedule != 'linear':
         raise ValueError(f'{place}: lr_schedule={cfg.lr_schedule!r} contradicts time_budget, whose decay is '
                          'linear; use --lr_schedule=linear, or remove time_budget')
@@ -227,12 +244,9 @@ def read_settings(argv=None):
         is_off = getattr(cfg, setting) != value
         if setting == 'lr_schedule' and cfg.time_budget is not None:  # whose decay is linear
             is_off = False
-        if found.given.get(name) == f'--{name}' and is_off:  # a card may have it for another value
+        if given.get(name) == f'--{name}' and is_off:  # a card may have it for another value
             raise ValueError(f'--{name} has no effect with {setting}={getattr(cfg, setting)!r}; omit it, or '
                              f'add --{setting}={value}')
-    world = int(os.environ.get('WORLD_SIZE', '1'))
-    share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises if it cannot be shared
-    return Settings(model, lora, cfg, found.given, latest)
 
 
 def find_latest(cfg):

@@ -80,8 +80,8 @@ FOLDER_SUFFIXES = {  # of the files that a format reads in a folder; other forma
              '.toml', '.yaml', '.yml', '.ini', '.sql', '.sh', '.bat', '.py', '.pyi', '.c', '.h', '.cc',
              '.cpp', '.hpp', '.cu', '.cs', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb',
              '.php', '.pl', '.lua', '.r', '.jl', '.hs', '.ml', '.scala', '.swift')}
-DATASET_CARD = ('README.md', 'dataset_infos.json')  # beside the data, in a dataset of the hub
 FOLDER_SUFFIXES['text'] = FOLDER_SUFFIXES['auto']
+DATASET_CARD = ('README.md', 'dataset_infos.json')  # beside the rows of a dataset of the hub
 # below the standard library: test suites, installed packages and generated files
 NOT_STDLIB = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages',
               'encodings', 'pydoc_data', 'turtledemo', 'ensurepip')
@@ -127,7 +127,7 @@ def files_in_folder(folder, format):
         raise ValueError(f'{folder} holds .arrow files, as save_to_disk() of datasets writes; its '
                          'to_parquet(FILE) writes what is read here')
     paths = [path for path in found if not suffixes or suffix_of(path) in suffixes]
-    if any(suffix_of(path) in ('.parquet', '.jsonl') for path in paths):  # of the hub
+    if any(suffix_of(path) in ('.parquet', '.jsonl') for path in paths):
         paths = [path for path in paths if os.path.basename(path) not in DATASET_CARD]
     if not paths:
         raise ValueError(f'{folder} contains no files to read with format={format!r}; a pattern reads files '

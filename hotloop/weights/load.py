@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from configurator import did_you_mean
-from hotloop.data.download import GPT2_OWNER, TOKENIZER_FILES, cached_config, hub_folder, is_hub_name
+from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of, template_of_record
 from hotloop.data.tokenizer_source import dataset_spec, known_template, read_optional, read_tokenizer_json
 from hotloop.system.distributed import print0
@@ -56,7 +56,7 @@ def load_weights(source):
         name = GPT2_OWNER + source if source in GPT2_SHAPES else source
         if is_hub_name(name):
             is_gpt2 = name.startswith(GPT2_OWNER)
-            folder = hub_folder(name, [*TOKENIZER_FILES, 'adapter_config.json'])
+            folder = hub_folder(name, ['config.json', 'adapter_config.json'])
             if not is_adapter(folder):
                 shape_of(folder)  # refuses other architectures before their gigabytes come
             source = hub_folder(name)
