@@ -19,11 +19,12 @@ NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it div
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-# DRY ("don't repeat yourself"): if the end of what a row has drawn, n bytes without white space, occurred
-# before, the token that followed there loses dry x 1.2^(n - 4) of its logit, from n = 4 on. Other programs
-# count tokens; bytes treat tokenizers of characters and of words alike.
-DRY_BYTES = 4
+# DRY ("don't repeat yourself"): a token that would complete a text of n bytes, without white space, loses
+# dry x 1.2^(n - 7) of its logit for each time that the row has drawn this text, from n = 7 on. Other programs
+# count tokens, and take the longest text alone: tests/bench/LOG.md.
+DRY_BYTES = 7
 DRY_GROWTH = 1.2
+DRY_WINDOW = 1024  # of tokens, the older half of which is then forgotten
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def draw(logits, seen, repeats, numbers, sampling):
 
 class Written:
     """
-    What each row has drawn: ids, and for each of them, how many bytes before it the row also ends with.
+    What each row has drawn: ids, and for each of them, how many bytes drawing it next would repeat.
     static: the step is compiled for fixed shapes.
     """
 
@@ -96,27 +97,42 @@ class Written:
         self.static = static
         self.sizes = sampling.sizes
         # a power of two, because each width is compiled
-        width = max(128, 1 << (sampling.max_new_tokens - 1).bit_length())
+        width = min(max(128, 1 << (sampling.max_new_tokens - 1).bit_length()), DRY_WINDOW)
         self.ids = np.zeros((num_rows, width), np.int64)
-        self.match = np.zeros_like(self.ids)
+        self.repeated = np.zeros_like(self.ids)
         self.length = 0
         excess = np.arange(100)  # finite in float32
         self.penalty = np.append(np.zeros(DRY_BYTES), sampling.dry * DRY_GROWTH**excess).astype(np.float32)
+        self.total = np.zeros((num_rows, len(sampling.sizes)), np.float32)
 
     def add(self, tokens):
-        """Append a token to each row. Returns ids that would continue repeats and their penalties, (B, N)."""
+        """Append a token to each row. Returns ids that would repeat something and their penalties, (B, N)."""
+        if self.length == self.ids.shape[1]:
+            self.length //= 2
+            for array in (self.ids, self.repeated):
+                array[:, :self.length] = array[:, self.length:]
+                array[:, self.length:] = 0
         n = self.length
-        tokens = np.array(tokens)[:, None]
-        self.match[:, 1:n + 1] = (self.match[:, :n] + self.sizes[tokens]) * (self.ids[:, :n] == tokens)
-        self.ids[:, n] = tokens[:, 0]
         self.length += 1
-        used = slice(None) if self.static else slice(self.length)
-        penalty = self.penalty[self.match[:, used].clip(max=len(self.penalty) - 1)]
-        return [torch.from_numpy(part).to(self.device) for part in (self.ids[:, used], penalty)]
+        tokens = np.array(tokens)[:, None]
+        before = self.repeated[:, :n] * (self.ids[:, :n] == tokens)
+        self.ids[:, n:n + 1] = tokens
+        self.repeated[:, :n + 1] = self.sizes[self.ids[:, :n + 1]]
+        self.repeated[:, 1:n + 1] += before
+        used = slice(None) if self.static else slice(n + 1)
+        ids = self.ids[:, used]
+        penalty = self.penalty[self.repeated[:, used].clip(max=len(self.penalty) - 1)]
+        # summed here, because CUDA adds in any order, and the same seed would not give the same text
+        rows, columns = np.nonzero(penalty)
+        places = rows, ids[rows, columns]
+        np.add.at(self.total, places, penalty[rows, columns])
+        penalty[rows, columns] = self.total[places]
+        self.total[places] = 0.0
+        return [torch.from_numpy(part).to(self.device) for part in (ids, penalty)]
 
     def select(self, rows):
         self.ids = self.ids[rows]
-        self.match = self.match[rows]
+        self.repeated = self.repeated[rows]
 
 
 def decode_step(model, cache, tokens, seen, repeats, numbers, sampling):

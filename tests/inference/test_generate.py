@@ -228,33 +228,32 @@ def test_the_repetition_penalty_is_that_of_the_paper():
 
 
 @pytest.mark.parametrize('compiled', [False, True])
-def test_dry_is_the_penalty_on_what_followed_the_longest_repeat(fixed_shapes, compiled):
-    """Of the text, not of its prompt; rows that end leave it to the others."""
-    sizes = np.arange(61) % 3
-    model, prompts, ends = make(block_size=64), [[1, 2, 3] * 4, *PROMPTS], [5]
+def test_dry_is_the_penalty_on_each_earlier_time_of_a_text(fixed_shapes, monkeypatch, compiled):
+    """Of the newest text, not of its prompt; rows that end leave it to the others."""
+    monkeypatch.setattr('hotloop.inference.generate.DRY_WINDOW', 128)
+    sizes = np.arange(61) % 5
+    model, prompts, ends = make(block_size=192), [[1, 2, 3] * 4, *PROMPTS], [5]
     expected = []
     for prompt in prompts:
         text = []
-        for _ in range(40):
+        for _ in range(150):
             logits = next_logits(model, prompt + text)
-            longest = {}  # {token: bytes of the longest text that it followed, and that ends here}
-            for end in range(1, len(text)):
-                size = same = 0
-                while same < end and text[end - 1 - same] == text[-1 - same]:
-                    size += sizes[text[-1 - same]]
+            recent = text[64:] if len(text) > 128 else text
+            for end, token in enumerate(recent):
+                size, same = sizes[token], 0
+                while same < end and recent[end - 1 - same] == recent[-1 - same]:
+                    size += sizes[recent[-1 - same]]
                     same += 1
-                longest[text[end]] = max(longest.get(text[end], 0), size)
-            for token, size in longest.items():
-                if size >= 4:
-                    logits[token] -= 0.8 * 1.2 ** (size - 4)
+                if size >= 7:
+                    logits[token] -= 0.8 * 1.2 ** (size - 7)
             text.append(logits.argmax().item())
             if text[-1] in ends:
                 break
         expected.append(text)
     how = dict(temperature=0, sizes=sizes, compiled=compiled, ends=ends)
-    found = run(model, prompts, 40, dry=0.8, **how)
+    found = run(model, prompts, 150, dry=0.8, **how)
     assert found == expected
-    assert run(model, prompts, 40, **how) != expected, 'or the test shows nothing'
+    assert run(model, prompts, 150, **how) != expected, 'or the test shows nothing'
 
 
 def test_log_probabilities_are_the_models():
