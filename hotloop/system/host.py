@@ -18,8 +18,8 @@ def process_seconds():
 def end_spins_early(spins):
     """
     Let idle OpenMP threads of torch (libgomp) sleep after so many spins of about 25 nanoseconds, not
-    after 300,000: programs on the same cores wait for each other at every barrier. Has to be called
-    before torch is imported.
+    after 300,000: beside a run on the same cores, each would wait for the other at every barrier. Has to
+    be called before torch is imported.
     """
     if 'OMP_WAIT_POLICY' not in os.environ:
         os.environ.setdefault('GOMP_SPINCOUNT', str(spins))
