@@ -20,11 +20,11 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 # DRY ("don't repeat yourself"): a token that would complete a text of n bytes, without white space, loses
-# dry x 1.2^(n - 7) of its logit for each time that the row has drawn this text, from n = 7 on. Other programs
+# dry x 1.2^(n - 4) of its logit for each time that the row has drawn this text, from n = 4 on. Other programs
 # count tokens, and take the longest text alone: tests/bench/LOG.md.
-DRY_BYTES = 7
+DRY_BYTES = 4
 DRY_GROWTH = 1.2
-DRY_WINDOW = 1024  # of tokens, the older half of which is then forgotten
+DRY_WINDOW = 512  # tokens, of which the older half is then forgotten, or common words would become rare
 
 
 @dataclass(frozen=True)

@@ -244,8 +244,8 @@ def test_dry_is_the_penalty_on_each_earlier_time_of_a_text(fixed_shapes, monkeyp
                 while same < end and recent[end - 1 - same] == recent[-1 - same]:
                     size += sizes[recent[-1 - same]]
                     same += 1
-                if size >= 7:
-                    logits[token] -= 0.8 * 1.2 ** (size - 7)
+                if size >= 4:
+                    logits[token] -= 0.8 * 1.2 ** (size - 4)
             text.append(logits.argmax().item())
             if text[-1] in ends:
                 break
