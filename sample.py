@@ -83,7 +83,7 @@ class SampleConfig:
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
     min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
     repetition_penalty: float = 1.0  # above 1: fewer tokens that occurred before (arXiv 1909.05858)
-    dry: float | None = None  # penalty on repeats (DRY); None: 0.4, but 0 for chats, code and greedy texts
+    dry: float | None = None  # penalty on repeats (DRY); None: 0.2, but 0 for chats, code and greedy texts
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
     seed: int = 1337  # of the first sample; each sample depends only on its seed and prompt
     # --- output

@@ -20,11 +20,12 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 # DRY ("don't repeat yourself"): a token that would complete a text of n bytes, without white space, loses
-# dry x 1.2^(n - 4) of its logit for each time that the row has drawn this text, from n = 4 on. Other programs
-# count tokens, and take the longest text alone: tests/bench/LOG.md.
-DRY_BYTES = 4
-DRY_GROWTH = 1.2
+# dry x 1.25^(n - 2) of its logit for each time that the row has drawn this text, from n = 2 on. Other
+# programs count tokens, and take the longest text alone: tests/bench/LOG.md.
+DRY_BYTES = 2
+DRY_GROWTH = 1.25
 DRY_WINDOW = 512  # tokens, of which the older half is then forgotten, or common words would become rare
+DRY_UNIT = 2.0**-10  # of a logit: CUDA adds integers in any order to the same sum
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def draw(logits, seen, repeats, numbers, sampling):
         penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
         limited = torch.where(seen[:, :sampling.vocab], penalized, logits)
     if repeats is not None:
-        ids, penalty = repeats
-        limited = limited.scatter_reduce(1, ids, limited.gather(1, ids) - penalty, 'amin')
+        total = torch.zeros_like(limited, dtype=torch.int32).scatter_add(1, *repeats)
+        limited = limited - total * DRY_UNIT
     token = sample_token(limited, numbers, sampling)  # (B, 1)
     logprob = torch.zeros_like(token, dtype=torch.float32)
     if sampling.logprobs:
@@ -101,33 +102,30 @@ class Written:
         self.ids = np.zeros((num_rows, width), np.int64)
         self.repeated = np.zeros_like(self.ids)
         self.length = 0
-        excess = np.arange(100)  # finite in float32
-        self.penalty = np.append(np.zeros(DRY_BYTES), sampling.dry * DRY_GROWTH**excess).astype(np.float32)
-        self.total = np.zeros((num_rows, len(sampling.sizes)), np.float32)
+        penalty = sampling.dry / DRY_UNIT * DRY_GROWTH**np.arange(100)
+        # at most 1024 of a logit: the sum over the window fits in int32
+        self.penalty = np.append(np.zeros(DRY_BYTES), penalty.clip(max=2**20)).round().astype(np.int32)
 
     def add(self, tokens):
-        """Append a token to each row. Returns ids that would repeat something and their penalties, (B, N)."""
-        if self.length == self.ids.shape[1]:
-            self.length //= 2
-            for array in (self.ids, self.repeated):
-                array[:, :self.length] = array[:, self.length:]
-                array[:, self.length:] = 0
+        """
+        Append a token to each row. Returns ids that would repeat something, (B, N), each perhaps several
+        times, and their penalties in DRY_UNIT.
+        """
         n = self.length
-        self.length += 1
         tokens = np.array(tokens)[:, None]
-        before = self.repeated[:, :n] * (self.ids[:, :n] == tokens)
+        before = np.zeros((len(tokens), n + 1), np.int64)  # bytes before each that are the row's last, too
+        before[:, 1:] = self.repeated[:, :n] * (self.ids[:, :n] == tokens)
+        if n == self.ids.shape[1]:
+            n //= 2
+            self.ids[:, :n] = self.ids[:, n:]
+            self.repeated[:, n:] = 0
+            before = before[:, n:]
         self.ids[:, n:n + 1] = tokens
-        self.repeated[:, :n + 1] = self.sizes[self.ids[:, :n + 1]]
-        self.repeated[:, 1:n + 1] += before
+        self.length = n + 1
+        self.repeated[:, :n + 1] = self.sizes[self.ids[:, :n + 1]] + before
         used = slice(None) if self.static else slice(n + 1)
         ids = self.ids[:, used]
         penalty = self.penalty[self.repeated[:, used].clip(max=len(self.penalty) - 1)]
-        # summed here, because CUDA adds in any order, and the same seed would not give the same text
-        rows, columns = np.nonzero(penalty)
-        places = rows, ids[rows, columns]
-        np.add.at(self.total, places, penalty[rows, columns])
-        penalty[rows, columns] = self.total[places]
-        self.total[places] = 0.0
         return [torch.from_numpy(part).to(self.device) for part in (ids, penalty)]
 
     def select(self, rows):

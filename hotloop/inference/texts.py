@@ -160,7 +160,7 @@ def sampling_of(cfg, tokenizer, is_answer):
         temperature = 0.0 if cfg.eval_code else 0.8
     if dry is None:  # without it a third of a small model's samples loop: tests/bench/LOG.md
         is_exact = is_answer or cfg.eval_code or temperature < GREEDY_BELOW
-        dry = 0.0 if is_exact else 0.4
+        dry = 0.0 if is_exact else 0.2
     return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty,
                     dry, tokenizer.visible_sizes, tokenizer.bos, tokenizer.n_vocab, cfg.output == 'logprobs')
 

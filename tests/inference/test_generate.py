@@ -238,20 +238,19 @@ def test_dry_is_the_penalty_on_each_earlier_time_of_a_text(fixed_shapes, monkeyp
         text = []
         for _ in range(150):
             logits = next_logits(model, prompt + text)
-            recent = text[64:] if len(text) > 128 else text
-            for end, token in enumerate(recent):
-                size, same = sizes[token], 0
-                while same < end and recent[end - 1 - same] == recent[-1 - same]:
-                    size += sizes[recent[-1 - same]]
+            for end in range(64 if len(text) > 128 else 0, len(text)):
+                token, size, same = text[end], sizes[text[end]], 0
+                while same < end and text[end - 1 - same] == text[-1 - same]:
+                    size += sizes[text[-1 - same]]
                     same += 1
-                if size >= 4:
-                    logits[token] -= 0.8 * 1.2 ** (size - 4)
+                if size >= 2:
+                    logits[token] -= round(0.2 * 1024 * 1.25 ** (size - 2)) / 1024
             text.append(logits.argmax().item())
             if text[-1] in ends:
                 break
         expected.append(text)
     how = dict(temperature=0, sizes=sizes, compiled=compiled, ends=ends)
-    found = run(model, prompts, 150, dry=0.8, **how)
+    found = run(model, prompts, 150, dry=0.2, **how)
     assert found == expected
     assert run(model, prompts, 150, **how) != expected, 'or the test shows nothing'
 

@@ -161,7 +161,7 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
 
 
 @pytest.mark.parametrize('flags, is_answer, temperature, dry', [
-    ({}, False, 0.8, 0.4), ({}, True, 0.8, 0.0), (dict(temperature=0), False, 0.0, 0.0),
+    ({}, False, 0.8, 0.2), ({}, True, 0.8, 0.0), (dict(temperature=0), False, 0.0, 0.0),
     (dict(eval_code='x'), False, 0.0, 0.0), (dict(eval_code='x', temperature=0.8), False, 0.8, 0.0),
     (dict(dry=1.3), True, 0.8, 1.3)])
 def test_texts_have_a_penalty_and_answers_have_none(flags, is_answer, temperature, dry):
