@@ -16,6 +16,7 @@ from hotloop.system.text import counted, first_line, reason_of
 
 GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2', 'bos': None, 'stops': []}
 GPT2_VOCAB_SIZES = (50257, 50304)  # OpenAI's, and padded to a multiple of 64
+SIGN = re.compile(rb'[^A-Za-z_\s\x80-\xff]')  # or a digit
 TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 
 
@@ -53,10 +54,13 @@ class Tokenizer:
         return sizes
 
     @cached_property
-    def visible_sizes(self):
-        """Count the bytes of each id that are not white space. Special ids have none."""
-        sizes = [len(b''.join(piece.split())) for piece in self.pieces]
-        return np.minimum(sizes, self.sizes)
+    def repeat_sizes(self):
+        """
+        Count the bytes of each id that are not white space, ASCII signs and digits twice: for the penalty
+        on repeats. Special ids have none.
+        """
+        sizes = [len(b''.join(piece.split())) + len(SIGN.findall(piece)) for piece in self.pieces]
+        return np.where(self.sizes > 0, sizes, 0)
 
     @cached_property
     def specials(self):

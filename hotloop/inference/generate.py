@@ -19,10 +19,10 @@ NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it div
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-# DRY ("don't repeat yourself"): a token that would complete a text of n bytes, without white space, loses
-# dry x 1.25^(n - 2) of its logit for each time that the row has drawn this text, from n = 2 on. Other
-# programs count tokens, and take the longest text alone: tests/bench/LOG.md.
-DRY_BYTES = 2
+# DRY ("don't repeat yourself"): a token that would complete a text of n bytes (Tokenizer.repeat_sizes) loses
+# dry x 1.25^(n - 2) of its logit for each time that the row has drawn this text, from n = 3 on; for n = 2,
+# a sign or two letters, half as much. Other programs count tokens, and take the longest text alone:
+# tests/bench/LOG.md.
 DRY_GROWTH = 1.25
 DRY_WINDOW = 512  # tokens, of which the older half is then forgotten, or common words would become rare
 DRY_UNIT = 2.0**-10  # of a logit: CUDA adds integers in any order to the same sum
@@ -38,7 +38,7 @@ class Sampling:
     min_p: float | None = None  # only ids with at least this share of the highest probability
     repetition_penalty: float = 1.0  # divides positive logits of ids that occurred, multiplies negative ones
     dry: float = 0.0  # strength of the penalty on repeated texts
-    sizes: np.ndarray | None = field(default=None, compare=False)  # Tokenizer.visible_sizes, for dry
+    sizes: np.ndarray | None = field(default=None, compare=False)  # Tokenizer.repeat_sizes, for dry
     bos: int | None = None  # the id that begins every text; it stays when the oldest tokens are dropped
     vocab: int | None = None  # ids from here on are padding of the vocabulary and are never drawn
     logprobs: bool = False  # compute each token's log-probability: the model's own, before any limit
@@ -102,9 +102,10 @@ class Written:
         self.ids = np.zeros((num_rows, width), np.int64)
         self.repeated = np.zeros_like(self.ids)
         self.length = 0
-        penalty = sampling.dry / DRY_UNIT * DRY_GROWTH**np.arange(100)
+        penalty = sampling.dry / DRY_UNIT * DRY_GROWTH ** np.arange(-2, 100)
+        penalty[:3] *= 0, 0, 0.5
         # at most 1024 of a logit: the sum over the window fits in int32
-        self.penalty = np.append(np.zeros(DRY_BYTES), penalty.clip(max=2**20)).round().astype(np.int32)
+        self.penalty = penalty.clip(max=2**20).round().astype(np.int32)
 
     def add(self, tokens):
         """

@@ -162,7 +162,7 @@ def sampling_of(cfg, tokenizer, is_answer):
         is_exact = is_answer or cfg.eval_code or temperature < GREEDY_BELOW
         dry = 0.0 if is_exact else 0.2
     return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty,
-                    dry, tokenizer.visible_sizes, tokenizer.bos, tokenizer.n_vocab, cfg.output == 'logprobs')
+                    dry, tokenizer.repeat_sizes, tokenizer.bos, tokenizer.n_vocab, cfg.output == 'logprobs')
 
 
 def note_cut(length, size):

@@ -60,6 +60,12 @@ def test_bytes_and_characters_round_trip(text, eot, other):
         assert error_of(char.encode, other).endswith(f'char tokenizer: {"".join(unknown)!r}')
 
 
+def test_repeats_are_measured_in_visible_bytes_and_signs_are_two():
+    pieces = [b'a', b'_b', b' c\n', b' \t', b',', b' 7', b'c="', 'é'.encode(), '，'.encode()]
+    sizes = BPETokenizer([*map(bytes, zip(range(256))), *pieces]).repeat_sizes
+    assert sizes[256:].tolist() == [1, 2, 1, 0, 2, 2, 5, 2, 3, 0]
+
+
 def test_gpt2_round_trips_and_its_sizes_are_bytes(gpt2):
     for text in (*TEXTS, 'a' * 3000, '\ud800 \ud83d\ude00'):
         ids = gpt2.encode(text).tolist()

@@ -244,7 +244,8 @@ def test_dry_is_the_penalty_on_each_earlier_time_of_a_text(fixed_shapes, monkeyp
                     size += sizes[text[-1 - same]]
                     same += 1
                 if size >= 2:
-                    logits[token] -= round(0.2 * 1024 * 1.25 ** (size - 2)) / 1024
+                    half = 0.5 if size == 2 else 1
+                    logits[token] -= round(half * 0.2 * 1024 * 1.25 ** (size - 2)) / 1024
             text.append(logits.argmax().item())
             if text[-1] in ends:
                 break
