@@ -237,10 +237,14 @@ class Checkpoints:
 
     def copy(self):
         """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""
+        if not self.mirror:
+            return
         try:
+            if not os.path.isdir(self.mirror):  # or the copy would be on the disk below an unmounted drive
+                raise OSError('it is gone')
             for name in MIRRORED:
                 source = os.path.join(self.folder, name)
-                if self.mirror and os.path.exists(source):
+                if os.path.exists(source):
                     target = os.path.join(self.mirror, name)
                     os.makedirs(os.path.dirname(target), exist_ok=True)
                     copy_file(source, target)

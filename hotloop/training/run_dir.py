@@ -5,9 +5,9 @@ import os
 
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, free_number, is_inside, lock, replacing
-from hotloop.system.host import first_line_of
 from hotloop.system.text import script, shell
 from hotloop.training.checkpoint import MIRRORED
+from hotloop.training.report import read_rows
 
 
 def open_folder(name, folder, is_new):
@@ -44,9 +44,17 @@ def open_folder(name, folder, is_new):
 
 
 def is_same_run(folder, other):
-    """Test whether `other` holds the run of a folder, whose log begins alike, or no checkpoint."""
-    own, others = (first_line_of(os.path.join(path, 'log.jsonl')) for path in (folder, other))
-    return own == others != '' or not checkpoint_paths(other, best=True)
+    """
+    Test whether `other` holds the run of a folder, or no checkpoint. Logs of one run begin alike, and a
+    mirror whose log goes on further was continued on its own.
+    """
+    if not checkpoint_paths(other, best=True):
+        return True
+    logs = [os.path.join(path, 'log.jsonl') for path in (folder, other)]
+    if not all(map(os.path.exists, logs)):
+        return False
+    own, others = map(read_rows, logs)
+    return own[:1] == others[:1] != [] and others[-1]['step'] <= own[-1]['step']
 
 
 def resume_command(cfg):

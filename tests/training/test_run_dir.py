@@ -166,6 +166,9 @@ def test_a_mirror_holds_the_last_files_and_can_be_resumed(tmp_path, train_tiny):
     assert not (tmp_path / 'drive.2').exists()
     assert train_tiny('drive', init_from='resume', max_iters=10, mirror_dir=None) == 0
     assert load_checkpoint(str(tmp_path / 'drive' / 'ckpt.pt'))['iter_num'] == 10
+    train_tiny(init_from='resume', max_iters=8)  # it is behind its mirror, which went on alone
+    for name, step in (('drive.2', 10), ('drive', 8)):
+        assert load_checkpoint(str(tmp_path / name / 'ckpt.pt'))['iter_num'] == step
     error = error_of(train_tiny, 'gone', resume=True, mirror_dir=tmp_path / 'drive')
     assert f'--out_dir={tmp_path / "drive"} --mirror_dir=None' in error
 
@@ -189,10 +192,10 @@ def test_a_refused_mirror_moves_no_run_aside(tmp_path, train_tiny):
 def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, capsys):
     run = save_run(tmp_path / 'out')
     run.mirror = str(tmp_path / 'drive')
-    (tmp_path / 'drive').write_text('a file')
     run.copy()
-    assert 'drive could not be written' in capsys.readouterr().out
-    (tmp_path / 'drive').unlink()
+    assert 'drive could not be written: it is gone' in capsys.readouterr().out
+    assert not (tmp_path / 'drive').exists()
+    (tmp_path / 'drive').mkdir()
     run.copy()
     assert names(tmp_path / 'drive') == ['ckpt.pt', 'log.jsonl']
 
