@@ -246,7 +246,7 @@ def make_rms_norm(config, size):
     """Make a norm that computes x / sqrt(mean(x^2) + eps) over the last dimension, of this size."""
     if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
         return RMSNorm(size, config.norm_eps, int(config.norm == 'rmsnorm_offset'))
-    # with layernorm norm_eps belongs to the LayerNorms alone
+    # the norms of queries and keys in a model with layernorm, whose norm_eps is that of its LayerNorms
     return nn.RMSNorm(size, 1e-6 if config.norm == 'layernorm' else config.norm_eps, elementwise_affine=False)
 
 
@@ -395,8 +395,8 @@ def attend_in_documents(q, k, v, dropout, window, documents, sdpa):
     if documents is None:
         return attend_in_window(q, k, v, dropout, window, sdpa)
     rows = []
-    for row, numbers in enumerate(documents):
-        lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
+    for row, ids in enumerate(documents):
+        lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
         parts = zip(*(tensor[row:row + 1].split(lengths, 2) for tensor in (q, k, v)), strict=True)
         rows.append(torch.cat([attend_in_window(*part, dropout, window, sdpa) for part in parts], 2))
     return torch.cat(rows)
@@ -415,7 +415,7 @@ def compiled(function, **options):
 
 @cache
 def compiled_alone(function, **options):
-    """Compile a function for many windows and shapes. torch stops at 8; FlexAttention then stores T x T."""
+    """Compile a function for many windows and shapes. After 8 torch runs it eagerly, in T x T memory."""
     made = torch.compile(function, **options)
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return made
@@ -493,7 +493,7 @@ class Attention(nn.Module):
         self.cap = partial(softcap, cap=config.attn_softcap) if config.attn_softcap else None
         self.sdpa = partial(capped_attention, cap=config.attn_softcap) if self.cap else plain_attention
         self.dropout = nn.Dropout(config.dropout)
-        # GPT-2 also drops attention weights; with rotary positions the kernels stay those without dropout
+        # GPT-2 also drops attention weights; with rotary positions none are, and the fast kernels apply
         self.weight_dropout = config.dropout if config.position == 'learned' else 0.0
 
     def attend(self, q, k, v, documents=None, mask=None):
@@ -718,7 +718,7 @@ compiled_loss = run_eagerly(lambda *args: ChunkedLoss.apply(*args, True))
 # the model
 
 class Uninitialized(TorchFunctionMode):
-    """Skip the initialization of modules made inside, which takes minutes for billions of weights."""
+    """Skip initialization inside the block: for billions of weights it takes minutes."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         is_init = getattr(function, '__module__', None) == 'torch.nn.init'

@@ -61,7 +61,7 @@ from hotloop.training.memory import choose_batch_size, memory_advice, out_of_mem
 from hotloop.training.optim import build_optimizers, set_learning_rate
 from hotloop.training.parallel import gradient_sync, is_sharded, local, release_mesh, set_blocks, shard_model
 from hotloop.training.recipes import OWN_MODEL, card_for_machine, choose_settings
-from hotloop.training.run_dir import is_same_run, open_folder, write_config
+from hotloop.training.run_dir import may_replace, open_folder, write_config
 from hotloop.training.schedule import Deadline, ahead_weights, learning_rate, plan_schedule, progress
 from hotloop.training.settings import (
     checkpoint_settings,
@@ -135,7 +135,7 @@ class TrainConfig:
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if it works and pays
     loss_chunks: int | Literal['auto'] = 'auto'  # chunks for head and loss: less memory, slower
     recompute: Literal['none', 'selective', 'full'] = 'none'  # recompute blocks; selective: not attention
-    shard: Literal['none', 'optimizer', 'full'] = 'none'  # gradients and optimizer states; full: weights too
+    shard: Literal['none', 'optimizer', 'full'] = 'none'  # split gradients and optimizer; full: weights too
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
 
@@ -157,7 +157,7 @@ FIXED_ON_RESUME = MODEL_SETTINGS | ADAPTER_SETTINGS | {'optimizer', 'depth'}
 # settings: defaults < depth or checkpoint < card and other files < flags
 
 class Settings(NamedTuple):
-    """The settings of a command line. Nothing changes them; Run() frees the tensors of `latest`."""
+    """The settings of a command line. Nothing changes them, but Run() drops the tensors of `latest`."""
     model: GPTConfig
     lora: LoRAConfig
     train: TrainConfig
@@ -169,7 +169,7 @@ def read_settings(argv=None):
     """Read a command line. Raises ValueError if settings contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
     read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, pairs=PAIRS)
-    peek = read(argv=argv, check=False)  # finds what decides where the other settings come from
+    peek = read(argv=argv, check=False)  # to find where the other settings come from; files run twice
     _, _, cfg = peek.objects
     latest = find_latest(cfg)
     derived = {}
@@ -189,6 +189,7 @@ def read_settings(argv=None):
         given_at = peek.given.get('n_layer')  # a flag beside --depth changes it on purpose
         if peek.given.get('depth') == '--depth' and given_at not in (None, '--n_layer'):
             raise ValueError(f'--depth={cfg.depth} and {given_at} both give the shape; omit one')
+        # with a time budget it measures the machine, and processes join
         derived = choose_settings(cfg, peek.given)
     elif names_nothing and own and 'dataset' in peek.given:
         print0(f'card: none, because the command gives a dataset and {", ".join(own)}; the rest is '
@@ -215,7 +216,7 @@ def check_resume(found, derived, checkpoint):
     that cannot change.
     """
     _, _, cfg = found.objects
-    began = checkpoint.get('config', {}).get('init_from', 'resume')  # as older ones record, too
+    began = checkpoint.get('config', {}).get('init_from', 'resume')  # older ones of ours record 'resume'
     names_weights = 'init_from' in found.given and 'resume' not in (began, cfg.init_from)
     differs = os.path.realpath(began) != os.path.realpath(cfg.init_from)
     if names_weights and differs and not cfg.eval_only:
@@ -223,7 +224,7 @@ def check_resume(found, derived, checkpoint):
                          f'{cfg.out_dir} began from {began!r}; continue it with --init_from=resume, or '
                          'give a new run another --out_dir')
     fixed = set(FIXED_ON_RESUME)
-    if 'data' not in checkpoint:  # nanoGPT's records none
+    if 'data' not in checkpoint:  # nanoGPT's does not record them
         fixed.add('dataset')
     had_budget = derived.get('time_budget') is not None
     has_decayed = state_from(checkpoint).max_iters is not None
@@ -257,7 +258,7 @@ def find_latest(cfg):
     if not holds_run and cfg.mirror_dir and checkpoint_paths(cfg.mirror_dir):
         raise ValueError(f'out_dir={cfg.out_dir!r} holds no run, but mirror_dir={cfg.mirror_dir!r} does; '
                          f'continue it with --resume {shell(f"--out_dir={cfg.mirror_dir}")} '
-                         '--mirror_dir=None, or omit --resume')
+                         '--mirror_dir=None, or start a new run without resuming')
     may_start = cfg.init_from != 'resume' and not cfg.eval_only
     if not holds_run and may_start:
         return None
@@ -275,7 +276,7 @@ def setup(cfg):
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
-        # use_deterministic_algorithms() imports Inductor for a second: below, and only for a compiled run
+        # use_deterministic_algorithms() takes a second to import Inductor: below, only for a compiled run
         torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
     use_threads()
@@ -391,7 +392,7 @@ def build_model(settings, dataset, env):
     model_cfg, cfg, meta = settings.model, settings.train, dataset.meta
     checkpoint = settings.latest.checkpoint if settings.latest else {}
     if not checkpoint and cfg.init_from == 'scratch':
-        size = meta['vocab_size']  # a guess for bins that have no meta file of ours ('foreign')
+        size = meta['vocab_size']  # only a guess if prepare.py did not make the dataset
         if not meta['foreign'] and size >= 4096:  # GPUs multiply multiples of 64 faster
             size = math.ceil(size / 64) * 64
         config = dataclasses.replace(model_cfg, vocab_size=model_cfg.vocab_size or size)
@@ -459,7 +460,7 @@ class Run:
         if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
             self.record['hf_config'] = origin['hf_config']
         template = template_of_record(origin)
-        if template and 'template' not in self.record:  # trained on plain texts, it still writes such chats
+        if template and 'template' not in self.record:  # tuned on plain text, it still writes such chats
             self.record |= {'template': template, 'is_their_template': origin.get('is_their_template', False)}
         if checkpoint:
             compare_record(self.record, checkpoint, cfg.dataset)
@@ -482,7 +483,7 @@ class Run:
         self.state = RunState()
         if checkpoint:
             self.state = state_from(checkpoint)
-            if reads_other_windows(cfg, checkpoint.get('config', {})):
+            if not cfg.eval_only and reads_other_windows(cfg, checkpoint.get('config', {})):
                 self.state.forget_losses()
                 print0('note: this run evaluates other windows than before, whose losses do not compare; the '
                        'best weights so far become best-before.pt')
@@ -500,7 +501,7 @@ class Run:
         self.scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
         if checkpoint and not cfg.eval_only:
             restore(checkpoint, self.optimizers, self.scaler)
-        for name in ('model', *OPTIMIZERS):  # free their memory: the settings hold the checkpoint
+        for name in ('model', *OPTIMIZERS):  # settings.latest would keep them in memory
             checkpoint.pop(name, None)
         distributed.check_same_step(self.state.iter_num, env)
         self.byte_counts = open_byte_table(meta, vocab_size, env)
@@ -544,7 +545,7 @@ def train(run, schedule, checkpoints, log, stop):
         step = state.iter_num
         is_last = step >= schedule.max_iters
         best = False
-        # a single process meets a step twice after a signal; otherwise rank 0 and the others agree
+        # rank 0 alone knows saved_step; with several processes no step is met twice, so that all agree
         is_unsaved = step != checkpoints.saved_step
         stopping = stop.any_signal()
         is_due = is_last or state.evaluated_at is None or (step and step % cfg.eval_interval == 0)
@@ -565,16 +566,17 @@ def train(run, schedule, checkpoints, log, stop):
                     deadline.evaluation_seconds = evaluation.seconds
         out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not is_last
         stopping = stopping or out_of_patience
+        ends = is_last or stopping
         if stopping:
-            meter.check(step, cfg, stopping=True)  # a run that has diverged is not saved
-        # any: the clocks of processes differ
+            meter.check(step, cfg, stopping=True)  # raises if the run has diverged: it is not saved
+        # any(): the clocks of processes differ, and all must decide alike
         save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # a periodic save waits for a finite step, or it would replace the last good ones
-        if is_unsaved and step and (best or is_last or stopping or (save_is_due and not meter.bad)):
-            env.together(save, best, is_last or stopping)  # the others wait for rank 0
+        if is_unsaved and step and (best or ends or (save_is_due and not meter.bad)):
+            env.together(save, best, ends)  # the others wait for rank 0
             saved_at = time.monotonic()
             save_is_due = False
-        if is_last or stopping:
+        if ends:
             break
         pause = time.perf_counter() - pause_began
         meter.exclude(pause)
@@ -596,13 +598,12 @@ def train(run, schedule, checkpoints, log, stop):
         step += 1
         state.iter_num = step
         state.tokens_seen += batches.global_batch * batches.split.T
-        is_logged = step % cfg.log_interval == 0 or step in (1, schedule.max_iters)
-        if is_logged:
-            meter.check(step, cfg)
-            log.step(state, lr, meter, seconds_left)
-        if schedule.is_open:
+        if schedule.is_open:  # this step may become the last
             schedule = decide_length(run, schedule, deadline, meter, checkpoints)
             save_is_due = save_is_due or not schedule.is_open  # a resume must keep the decision
+        if step % cfg.log_interval == 0 or step in (1, schedule.max_iters):
+            meter.check(step, cfg)
+            log.step(state, lr, meter, seconds_left)
     log.end(state, is_last and not stop.has_signal(), out_of_patience, run.record.get('template'))
     return stop.exit_code()
 
@@ -655,8 +656,10 @@ def main(argv=None):
         run = Run(settings, datasets, env)
         return execute(run, settings, datasets[0].meta)
     except (RuntimeError, MemoryError) as e:
-        if env is None or not out_of_memory(e):
+        if not out_of_memory(e):
             raise
+        if env is None:  # while the checkpoint of a resume is loaded
+            raise ValueError(str(e)) from None
         raise ValueError(memory_advice(run and run.batches, env)) from None
     finally:
         gc.unfreeze()
@@ -712,11 +715,11 @@ def open_folders(run, schedule, checkpoints, latest):
     cfg = run.cfg
     if run.env.rank:
         return []
-    if cfg.mirror_dir:  # tried first: if it cannot be used, the older run stays in out_dir
+    if cfg.mirror_dir:  # tried first, so that one that cannot be used moves no older run aside
         parent = os.path.dirname(os.path.realpath(cfg.mirror_dir))
         if not os.path.isdir(parent):  # or the copy would be on the disk below an unmounted drive
-            raise ValueError(f'the parent of mirror_dir={cfg.mirror_dir!r} is no folder; mount the drive, or '
-                             f'make {parent}')
+            raise ValueError(f'the parent of mirror_dir={cfg.mirror_dir!r} is not a folder; mount the drive, '
+                             f'or make {parent}')
         open_folder('mirror_dir', cfg.mirror_dir, is_new=False).close()
     locks = [open_folder('out_dir', cfg.out_dir, latest is None)]
     if latest:
@@ -726,10 +729,10 @@ def open_folders(run, schedule, checkpoints, latest):
     if run.state.iter_num < schedule.max_iters or not os.path.exists(os.path.join(cfg.out_dir, 'config.py')):
         write_config(cfg.out_dir, run.record['config'], schedule)
     if cfg.mirror_dir:
-        is_own = latest is not None and is_same_run(cfg.out_dir, cfg.mirror_dir)
+        is_own = latest is not None and may_replace(cfg.mirror_dir, cfg.out_dir, run.state.iter_num)
         locks.append(open_folder('mirror_dir', cfg.mirror_dir, not is_own))
     return locks
 
 
 if __name__ == '__main__':
-    report_errors(lambda: call_main(main))()  # torchrun prints the traceback of a bug, not of a refusal
+    report_errors(lambda: call_main(main))()  # under torchrun a traceback for a bug, not for a refusal

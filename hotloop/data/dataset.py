@@ -6,11 +6,13 @@ A dataset on disk: bins and masks, meta.json beside them, and the folders that n
 
 import contextlib
 import filecmp
+import io
 import os
 import pickle
 import re
 import shutil
 import sys
+import zipfile
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +71,17 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module, name):
         return Skipped
+
+
+def read_plain(path):
+    """Read a checkpoint without its tensors and without torch. Raises ValueError if it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
+            # read() checks the CRC of the record
+            return PlainUnpickler(io.BytesIO(z.read(record))).load()
+    except Exception as e:  # damaged bytes can raise nearly anything
+        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
 
 
 def read_meta_pkl(path):

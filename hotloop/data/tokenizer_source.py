@@ -1,14 +1,12 @@
 """Find or learn the tokenizer that --tokenizer names. Reads checkpoints without torch."""
 
-import io
 import os
 import sys
-import zipfile
 from typing import NamedTuple
 
 from hotloop.data.bpe import BYTE_OF, count_words, learn_merges
 from hotloop.data.chat import CHATS, MARK, SPEAKERS, TEMPLATES
-from hotloop.data.dataset import PlainUnpickler, read_meta
+from hotloop.data.dataset import read_meta, read_plain
 from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
     GPT2_SPEC,
@@ -215,14 +213,11 @@ def checkpoint_tokenizer(path, data_dir):
     Read the tokenizer of a checkpoint, the template of its chats or None, and, with adapters, the
     block_size of the run, because the context of its base may be long, or None.
     """
+    checkpoint = read_plain(path)
     try:
-        with zipfile.ZipFile(path) as z:
-            record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
-            # read() checks the CRC of the record.
-            checkpoint = PlainUnpickler(io.BytesIO(z.read(record))).load()
         spec = spec_of(checkpoint)
         vocab_size = checkpoint['model_args']['vocab_size']
-    except Exception as e:  # damaged bytes can raise nearly anything
+    except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
     spec = spec or dataset_spec(path, checkpoint.get('config', {}), vocab_size, data_dir)
     block_size = None

@@ -3,11 +3,12 @@
 import glob
 import os
 
+from hotloop.data.dataset import read_plain
 from hotloop.system.distributed import print0
 from hotloop.system.files import checkpoint_paths, free_number, is_inside, lock, replacing
+from hotloop.system.host import first_line_of
 from hotloop.system.text import script, shell
 from hotloop.training.checkpoint import MIRRORED
-from hotloop.training.report import read_rows
 
 
 def open_folder(name, folder, is_new):
@@ -43,18 +44,20 @@ def open_folder(name, folder, is_new):
     return held
 
 
-def is_same_run(folder, other):
+def may_replace(mirror, folder, step):
     """
-    Test whether `other` holds the run of a folder, or no checkpoint. Logs of one run begin alike, and a
-    mirror whose log goes on further was continued on its own.
+    Test whether a mirror holds no checkpoint, or an earlier copy of the run in a folder, which is at this
+    step: logs of one run begin alike, and a mirror that went on alone is ahead.
     """
-    if not checkpoint_paths(other, best=True):
+    if not checkpoint_paths(mirror, best=True):
         return True
-    logs = [os.path.join(path, 'log.jsonl') for path in (folder, other)]
-    if not all(map(os.path.exists, logs)):
+    own, others = (first_line_of(os.path.join(path, 'log.jsonl')) for path in (folder, mirror))
+    if own != others or not own:
         return False
-    own, others = map(read_rows, logs)
-    return own[:1] == others[:1] != [] and others[-1]['step'] <= own[-1]['step']
+    try:
+        return read_plain(os.path.join(mirror, 'ckpt.pt'))['iter_num'] <= step
+    except ValueError:  # it is damaged
+        return True
 
 
 def resume_command(cfg):

@@ -141,6 +141,7 @@ class Deadline:
         if pace > 0:
             evaluation = self.evaluation_seconds or 0.0
             evaluated = (step - 1) // eval_interval * eval_interval  # one at `step` is still to come
+            # reached: the last step by the deadline at this pace.
             # n steps take n * pace, and evaluation + save after each eval_interval of them: solve for n.
             # Not counted: this save, the last evaluation and save, and the end of the process.
             left = self.left() - evaluation - 2 * save - EXIT + (step - evaluated) * pace
@@ -148,7 +149,7 @@ class Deadline:
             reached = evaluated + int(rounds) * eval_interval + min(int(rest / pace), eval_interval)
             last = min(last, reached)
         last = max(last, step + 1)
-        if (last - step) * (1 - schedule.decay_fraction) > step * schedule.decay_fraction:
+        if last - step > schedule.decay_fraction * last:  # more steps are left than the decay takes
             return 0
         return last
 

@@ -91,7 +91,8 @@ def record_of(settings, model, datasets, splits, env):
 
 def checkpoint_settings(checkpoint, shape):
     """Return {setting: value} that a checkpoint gives the run that resumes it. shape: its model's."""
-    saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
+    without = {'optimizer': 'adamw', 'depth': None, 'lora_rank': 0}  # of nanoGPT's, which lack the settings
+    saved = {**without, **checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
     own = set(OF_THE_COMMAND)
     if 'state' not in checkpoint:  # nanoGPT's, whose defaults were for another machine
         for name, value in (('dtype', 'float32'), ('compile', False)):

@@ -81,6 +81,12 @@ def test_evaluations_are_part_of_the_budget_and_max_iters_can_end_it_earlier(tra
     assert (state['iter_num'], state['decay_start']) == (20, 10)
 
 
+def test_a_step_that_ends_the_budget_at_once_is_logged(train_tiny, tmp_path, clock):
+    clock.step = 40
+    train_tiny(**FEW, time_budget=1, log_interval=100)
+    assert [row['step'] for row in rows(tmp_path / 'out', 'loss')] == [1, 2]
+
+
 def test_an_evaluation_that_is_too_long_is_named(train_tiny, clock, capsys):
     clock.batch = 3.0
     train_tiny(**FEW, time_budget=2)

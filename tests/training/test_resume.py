@@ -265,8 +265,11 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
                tmp_path / 'out' / 'ckpt.pt')
     for n in (3, 4):
         step(n)
-    train.main(['--init_from=resume', f'--out_dir={tmp_path}/out', f'--data_dir={tmp_path}/data',
-                '--device=cpu', '--dtype=float32', '--compile=False'])
+    command = ['--init_from=resume', f'--out_dir={tmp_path}/out', f'--data_dir={tmp_path}/data',
+               '--device=cpu', '--dtype=float32', '--compile=False']
+    error = error_of(train.main, [*command, '--lora_rank=4', '--optimizer=muon', '--depth=2'])
+    assert error.count('cannot change') == 3
+    train.main(command)
     ours = load(tmp_path / 'out' / 'ckpt.pt')
     assert ours['iter_num'] == 5 and ours['config']['beta2'] == 0.99
     assert ours['state']['tokens_seen'] == 5 * 128
@@ -286,7 +289,8 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     ({'dtype': 'float32'}, {'dtype': 'float32'}),  # which is not
     ({'document_mask': True}, {'pack_rows': True})])  # of ours, before it was one setting
 def test_settings_of_a_run_of_nanogpt_or_an_older_one(config, kept):
-    assert checkpoint_settings({'model_args': {}, 'config': {'seed': 1, **config}}, {}) == {'seed': 1, **kept}
+    settings = checkpoint_settings({'model_args': {}, 'config': {'seed': 1, **config}}, {})
+    assert settings == {'seed': 1, 'optimizer': 'adamw', 'depth': None, 'lora_rank': 0, **kept}
 
 
 def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):
