@@ -15,6 +15,7 @@ class KVCache:
     shifted keys and convolutions the last tokens that they mix, others sums over all tokens. Layer -1 is
     the table of bigrams.
     An empty cache takes prompts of any lengths, padded on the right; after that it takes one token per row.
+    When a row is full, slide() of generate.py fills it anew.
     num_positions: at most the model's context. static: no shape depends on the number of tokens, as a
     compiled step requires. The dtype is the one that attention reads fastest.
     """

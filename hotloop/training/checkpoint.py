@@ -201,39 +201,45 @@ class Checkpoints:
 
     def write(self, checkpoint, best):
         """
-        Write best.pt if these weights are the best: weights, settings and tokenizer, adapters also
-        for peft. Then write ckpt.pt and the mirror, and drop older checkpoints.
+        Write best.pt if these weights are the best, ckpt.pt and the mirror, and drop older checkpoints.
+        Raises ValueError with the reason if best.pt or ckpt.pt could not be written.
         """
         began = host.process_seconds()
         step = checkpoint['iter_num']
         keep_old = None
         if self.saved_step not in (None, step):
             keep_old = os.path.join(self.folder, f'ckpt-{self.saved_step:09d}.pt')
+        failure = None
         try:
             if best:
-                left_out = (*OPTIMIZERS, 'scaler', 'state')
-                weights = {name: value for name, value in checkpoint.items() if name not in left_out}
-                if 'lora' in checkpoint:
-                    write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
-                keep_best = None
-                if self.best_loss == math.inf:  # of a run that evaluates other windows than before
-                    keep_best = os.path.join(self.folder, 'best-before.pt')
-                save_checkpoint(os.path.join(self.folder, 'best.pt'), weights, keep_best)
-                self.best_loss = checkpoint['best_val_loss']
-        except ValueError:
+                self.write_best(checkpoint)
+        except Exception as e:  # a run is resumed from ckpt.pt, which must not depend on best.pt
+            failure = e
             checkpoint['state']['evaluated_at'] = -1  # a resume evaluates this step again and saves it
-            raise
-        finally:  # a run is resumed from ckpt.pt, which must not depend on best.pt
-            checkpoint['best_val_loss'] = checkpoint['state']['best_val_loss'] = self.best_loss
-            save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
-            self.saved_step = step
-            try:
-                for path in checkpoint_paths(self.folder)[KEEP:]:
-                    os.remove(path)
-            except OSError as e:
-                print0(f'an older checkpoint could not be removed: {e}')
-            self.copy()
-            self.seconds = host.process_seconds() - began
+        checkpoint['best_val_loss'] = checkpoint['state']['best_val_loss'] = self.best_loss
+        save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
+        self.saved_step = step
+        try:
+            for path in checkpoint_paths(self.folder)[KEEP:]:
+                os.remove(path)
+        except OSError as e:
+            print0(f'an older checkpoint could not be removed: {e}')
+        self.copy()
+        self.seconds = host.process_seconds() - began
+        if failure:
+            raise failure
+
+    def write_best(self, checkpoint):
+        """Write best.pt: weights, settings and tokenizer; adapters also for peft."""
+        left_out = (*OPTIMIZERS, 'scaler', 'state')
+        weights = {name: value for name, value in checkpoint.items() if name not in left_out}
+        if 'lora' in checkpoint:
+            write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
+        keep_old = None
+        if self.best_loss == math.inf:  # of a run that evaluates other windows than before
+            keep_old = os.path.join(self.folder, 'best-before.pt')
+        save_checkpoint(os.path.join(self.folder, 'best.pt'), weights, keep_old)
+        self.best_loss = checkpoint['best_val_loss']
 
     def copy(self):
         """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""
