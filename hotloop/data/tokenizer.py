@@ -56,10 +56,12 @@ class Tokenizer:
     @cached_property
     def repeat_sizes(self):
         """
-        Count the bytes of each id that are not white space, ASCII signs and digits twice: for the penalty
-        on repeats. Special ids have none.
+        Measure each id for the penalty on repeats: its bytes that are not white space, ASCII signs and
+        digits twice, and at least 2, unless the tokens are characters, where a letter is no repeat.
         """
-        sizes = [len(b''.join(piece.split())) + len(SIGN.findall(piece)) for piece in self.pieces]
+        sizes = np.array([len(b''.join(piece.split())) + len(SIGN.findall(piece)) for piece in self.pieces])
+        if sizes.max() > 4:  # not the tokens of characters
+            sizes[sizes == 1] = 2
         return np.where(self.sizes > 0, sizes, 0)
 
     @cached_property

@@ -21,7 +21,7 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 # DRY ("don't repeat yourself"): a token that would complete a text of n bytes (Tokenizer.repeat_sizes) loses
 # dry x 1.25^(n - 2) of its logit for each time that the row has drawn this text, from n = 3 on; for n = 2,
-# a sign or two letters, half as much. Other programs count tokens, and take the longest text alone:
+# a sign or a letter or two, half as much. Other programs count tokens, and take the longest text alone:
 # tests/bench/LOG.md. The default is that of sampling_of() in texts.py.
 DRY_GROWTH = 1.25
 DRY_WINDOW = 512  # tokens, of which the older half is then forgotten, or common words would become rare

@@ -60,10 +60,11 @@ def test_bytes_and_characters_round_trip(text, eot, other):
         assert error_of(char.encode, other).endswith(f'char tokenizer: {"".join(unknown)!r}')
 
 
-def test_repeats_are_measured_in_visible_bytes_and_signs_are_two():
+def test_repeats_are_measured_in_visible_bytes_of_which_signs_and_tokens_have_two():
     pieces = [b'a', b'_b', b' c\n', b' \t', b',', b' 7', b'c="', 'é'.encode(), '，'.encode()]
     sizes = BPETokenizer([*map(bytes, zip(range(256))), *pieces]).repeat_sizes
-    assert sizes[256:].tolist() == [1, 2, 1, 0, 2, 2, 5, 2, 3, 0]
+    assert sizes[256:].tolist() == [2, 2, 2, 0, 2, 2, 5, 2, 3, 0]
+    assert CharTokenizer('a_é😀 ,7', True).repeat_sizes.tolist() == [1, 1, 2, 4, 0, 2, 2, 0]
 
 
 def test_gpt2_round_trips_and_its_sizes_are_bytes(gpt2):
