@@ -362,7 +362,7 @@ def plan_holdout(files, val_files, fraction, seed, read):
                 return None, lambda key: holdout_hash(key, seed) < fraction
     is_text = is_document(files)
     if len(sizes) == 1:  # a folder or a table may hold one text, which is cut; a row of a chat is not
-        is_text = is_text or [piece.row for piece in read(files) if piece.start] == [None]
+        is_text = [piece.row for piece in read(files) if piece.start] == [None]
     if is_text:
         length = sum(len(piece.parts[0][0]) for piece in read(files))
         return int(length * (1 - fraction)), None

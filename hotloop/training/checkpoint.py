@@ -210,12 +210,12 @@ class Checkpoints:
         if self.saved_step not in (None, step):
             keep_old = os.path.join(self.folder, f'ckpt-{self.saved_step:09d}.pt')
         failure = None
-        try:
-            if best:
+        if best:
+            try:
                 self.write_best(checkpoint)
-        except Exception as e:  # a run is resumed from ckpt.pt, which must not depend on best.pt
-            failure = e
-            checkpoint['state']['evaluated_at'] = -1  # a resume evaluates this step again and saves it
+            except Exception as e:  # a run is resumed from ckpt.pt, which must not depend on best.pt
+                failure = e
+                checkpoint['state']['evaluated_at'] = -1  # a resume evaluates this step again and saves it
         checkpoint['best_val_loss'] = checkpoint['state']['best_val_loss'] = self.best_loss
         save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
         self.saved_step = step
